@@ -1,0 +1,228 @@
+"""The only file that knows transformers' internals: how a causal LM runs on our caches and our attention."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+from dustin_compile.kv_cache import KVCache
+from dustin_compile.ops.append_kv import append_kv
+from dustin_compile.ops.dense_attention import dense_attention
+from dustin_compile.ops.score_heads import score_heads
+from dustin_compile.ops.sparse_attention import sparse_attention
+
+ATTENTION_NAME = "dustin_compile"
+PREFILL_MULTIPLE = 64  # prompt chunks are padded to it; a pass of fewer tokens is part of a step
+
+
+@dataclass
+class VerificationSet:
+    """The cached positions that a sparse pass may read besides its own block.
+
+    Attributes:
+        indices: ascending positions, int32 [B, budget]; entries past `counts` are never read.
+        counts: int32 [B].
+        length: the history's length when the set was chosen, int32 [B]. Positions from here on are the
+            block, read causally.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    length: Tensor
+
+
+class LayerCache(Cache):
+    """What a transformers layer takes for its cache: writes the new K/V into our buffers and returns these whole."""
+
+    is_compileable = True
+
+    def __init__(self, key: Tensor, value: Tensor, start: Tensor):
+        # Cache.__init__ would build per-layer objects of its own, so it is left out.
+        self.layers = []
+        self.key, self.value, self.start = key, value, start
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        append_kv(self.key, self.value, key_states.transpose(1, 2), value_states.transpose(1, 2), self.start)
+        return self.key, self.value
+
+
+@dataclass
+class Attend:
+    """Carries one layer's attention call through transformers: what may be read, and the query that was used."""
+
+    start: Tensor
+    verification_set: VerificationSet | None
+    query: Tensor | None = None
+
+
+def attend_cached(
+    module: nn.Module,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    attend: Attend,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of [B, Hq, T, D] queries over whole caches; the form that AttentionInterface asks for."""
+    query = query.transpose(1, 2)
+    attend.query = query
+    chosen = attend.verification_set
+    if chosen is None:
+        return dense_attention(query, key_cache, value_cache, attend.start, scaling), None
+    output = sparse_attention(
+        query, key_cache, value_cache, chosen.indices, chosen.counts, chosen.length, attend.start, scaling
+    )
+    return output, None
+
+
+AttentionInterface.register(ATTENTION_NAME, attend_cached)
+
+
+def share_structure(model: PreTrainedModel) -> PreTrainedModel:
+    """A second module tree over the same parameters and buffers, so that ours can be set up without touching theirs."""
+    tensors = chain(model.parameters(), model.buffers())
+    twin = copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+    return twin.eval()
+
+
+class RetrievalHeads:
+    """Semantic retrieval heads of one model, in the forms that capturing queries and scoring need.
+
+    Args:
+        heads: (layer, query head) pairs.
+        config: the model's configuration.
+        device: where the tables live.
+    """
+
+    def __init__(self, heads: Iterable[tuple[int, int]], config, device: torch.device):
+        self.heads = sorted(heads)
+        group_size = config.num_attention_heads // config.num_key_value_heads
+        by_layer: dict[int, list[int]] = {}
+        by_key_head: dict[tuple[int, int], list[int]] = {}
+        for row, (layer, head) in enumerate(self.heads):
+            by_layer.setdefault(layer, []).append(head)
+            by_key_head.setdefault((layer, head // group_size), []).append(row)
+        self.by_layer = {layer: torch.tensor(rows, device=device) for layer, rows in by_layer.items()}
+        self.max_count = max(map(len, by_key_head.values()))
+        table = [(layer, key_head, rows[0], len(rows)) for (layer, key_head), rows in by_key_head.items()]
+        self.groups = torch.tensor(table, dtype=torch.int32, device=device)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+
+class CausalModel:
+    """A transformers causal LM that runs one pass over its static cache.
+
+    Args:
+        model: the transformers model; it is left as it is.
+        heads: its semantic retrieval heads, whose queries a pass returns.
+        vocab_size: logits that count; what lies behind is padding.
+        compile_region: compiles a function (graphs.capture.compile_region), or the identity.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        heads: Iterable[tuple[int, int]],
+        vocab_size: int,
+        compile_region: Callable[[Callable], Callable],
+    ):
+        twin = share_structure(model)
+        twin.set_attn_implementation(ATTENTION_NAME)
+        self.config = twin.config
+        self.layers = twin.model.layers
+        self.embed_tokens = twin.model.embed_tokens
+        self.rotary_emb = twin.model.rotary_emb
+        self.norm = twin.model.norm
+        self.lm_head = twin.lm_head
+        self.device = self.embed_tokens.weight.device
+        self.dtype = self.embed_tokens.weight.dtype
+        self.heads = RetrievalHeads(heads, self.config, self.device)
+        self.vocab_size = vocab_size
+        self.scale = self.layers[0].self_attn.scaling
+        self.compile_region = compile_region
+        self.regions: dict[tuple, Callable] = {}
+        parameters = inspect.signature(type(self.layers[0].self_attn).forward).parameters
+        self.cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(self.config, batch, capacity, self.dtype, self.device)
+
+    def forward(
+        self, tokens: Tensor, start: Tensor, cache: KVCache, verification_set: VerificationSet | None
+    ) -> tuple[Tensor, Tensor]:
+        """One pass of tokens[B, T] at positions start[b].. over the cache, whose entries there it writes.
+
+        Returns the hidden states before the final norm [B, T, hidden] and the queries of the retrieval heads
+        [B, T, heads, D]. Token t of a row reads everything up to itself, or, with a set, that set and the block.
+        """
+        sparse = verification_set is not None
+        hidden, cos, sin = self._region(_embed, tokens.shape[1])(self.embed_tokens, self.rotary_emb, tokens, start)
+        run_layer = self._region(_run_layer, tokens.shape[1], sparse)
+        queries = []
+        for index, layer in enumerate(self.layers):
+            key, value = cache.layers[index]
+            hidden, query = run_layer(
+                layer, self.cache_keyword, hidden, cos, sin, key, value, start, verification_set
+            )
+            if index in self.heads.by_layer:
+                queries.append(query.index_select(2, self.heads.by_layer[index]))
+        return hidden, torch.cat(queries, dim=2)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [B, T, vocab_size] of hidden states before the final norm."""
+        return self._region(_project, hidden.shape[1])(self.norm, self.lm_head, hidden)[..., : self.vocab_size]
+
+    def score(self, query: Tensor, cache: KVCache, seq_lens: Tensor) -> Tensor:
+        """Mean attention of the retrieval heads' queries [B, T, heads, D] to each cached position, [B, capacity]."""
+        return score_heads(query, cache.key, self.heads.groups, self.heads.max_count, seq_lens, self.scale)
+
+    def _region(self, function: Callable, tokens: int, sparse: bool = False) -> Callable:
+        """The compiled form of a function for a number of tokens a row.
+
+        One compilation for each small number, so that none evicts another, and one for all chunks of a prompt.
+        """
+        dynamic = tokens >= PREFILL_MULTIPLE
+        key = (function, "prefill" if dynamic else tokens, sparse)
+        if key not in self.regions:
+            self.regions[key] = self.compile_region(function, dynamic)
+        return self.regions[key]
+
+
+def _embed(embed_tokens, rotary_emb, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = embed_tokens(tokens)
+    position_ids = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    cos, sin = rotary_emb(hidden, position_ids=position_ids)
+    return hidden, cos, sin
+
+
+def _run_layer(
+    layer: nn.Module,
+    cache_keyword: str,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: Tensor,
+    verification_set: VerificationSet | None,
+) -> tuple[Tensor, Tensor]:
+    attend = Attend(start, verification_set)
+    cache = {cache_keyword: LayerCache(key, value, start)}
+    hidden = layer(hidden, position_embeddings=(cos, sin), attention_mask=None, attend=attend, **cache)
+    return hidden, attend.query
+
+
+def _project(norm: nn.Module, lm_head: nn.Module, hidden: Tensor) -> Tensor:
+    return lm_head(norm(hidden))

@@ -1,0 +1,116 @@
+"""May this target and this draft work together? What may not is refused by name, before any work."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dustin_compile.kv_cache import head_dim
+
+SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+
+
+class IncompatibleModelError(ValueError):
+    """A model, or a pair of models, that dustin_compile does not support; the message says why."""
+
+
+def check_model(model: PreTrainedModel, role: str) -> None:
+    """Refuse a model that the adapter does not run.
+
+    Args:
+        model: a transformers causal LM.
+        role: "target" or "draft", for the message.
+
+    Raises:
+        IncompatibleModelError: naming the model's property that is not supported.
+        TypeError: not a transformers model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{role} must be a transformers model or the name of one, not {type(model).__name__}")
+
+    def refuse(reason: str) -> None:
+        raise IncompatibleModelError(f"{role} {model.config.name_or_path or type(model).__name__!r}: {reason}")
+
+    config = model.config
+    if config.model_type not in SUPPORTED_MODELS:
+        refuse(f"model_type={config.model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODELS)}")
+    if not type(model).__name__.endswith("ForCausalLM"):
+        refuse(f"{type(model).__name__} is not a causal LM (…ForCausalLM)")
+    if getattr(model, "is_quantized", False):
+        refuse("quantized weights are not supported")
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in SUPPORTED_ROPE:
+        refuse(f"rope_type={rope_type!r} is not supported; supported are {', '.join(SUPPORTED_ROPE)}")
+    layer_types = getattr(config, "layer_types", None) or []
+    sliding = [index for index, kind in enumerate(layer_types) if kind != "full_attention"]
+    if sliding:
+        refuse(f"layer_types[{sliding[0]}]={layer_types[sliding[0]]!r} is not supported, only full attention is")
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        refuse(f"sliding_window={config.sliding_window} is not supported; only full attention (None) is")
+    if head_dim(config) % 8 or head_dim(config) > MAX_HEAD_DIM:
+        refuse(f"head_dim={head_dim(config)} must be a multiple of 8 and at most {MAX_HEAD_DIM}")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) > 1 or not dtypes <= set(SUPPORTED_DTYPES):
+        refuse(f"weights must be all of one of float32, float16 and bfloat16, not {sorted(map(str, dtypes))}")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        refuse(f"weights must be all on one CPU or CUDA device, not {sorted(map(str, devices))}")
+
+
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Refuse models that cannot share a generation.
+
+    Raises:
+        IncompatibleModelError: they are on different devices.
+    """
+    if target.device != draft.device:
+        raise IncompatibleModelError(f"target is on {target.device} and draft on {draft.device}; move them together")
+
+
+def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Refuse tokenizers that differ in any token.
+
+    Raises:
+        IncompatibleModelError: naming the first id that stands for different tokens.
+    """
+    first, second = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
+    for token_id in sorted(first.keys() | second.keys()):
+        if first.get(token_id) != second.get(token_id):
+            raise IncompatibleModelError(
+                f"the tokenizers differ at id {token_id}: {first.get(token_id)!r} for the target, "
+                f"{second.get(token_id)!r} for the draft"
+            )
+
+
+def shared_vocab_size(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> int:
+    """Logits that both models have; those behind are padding, which is never emitted.
+
+    Without a tokenizer to tell padding from tokens, a difference in size is taken for padding, with a warning.
+
+    Raises:
+        IncompatibleModelError: a model has fewer logits than the tokenizer has tokens.
+    """
+    sizes = {"target": target.config.vocab_size, "draft": draft.config.vocab_size}
+    common = min(sizes.values())
+    if tokenizer is None and len(set(sizes.values())) > 1:
+        warnings.warn(
+            f"vocab_size is {sizes['target']} for the target and {sizes['draft']} for the draft, and no tokenizer was "
+            f"found: ids from {common} on are taken for padding and never emitted",
+            stacklevel=3,
+        )
+    if tokenizer is not None and len(tokenizer) > common:
+        role = min(sizes, key=lambda name: sizes[name])
+        raise IncompatibleModelError(f"the tokenizer has {len(tokenizer)} tokens, the {role} only {common} logits")
+    return common
+
+
+def max_length(target: PreTrainedModel, draft: PreTrainedModel) -> int:
+    """Tokens that a row may have: the shorter of both models' RoPE limits."""
+    return min(target.config.max_position_embeddings, draft.config.max_position_embeddings)

@@ -1,0 +1,331 @@
+"""From prompts to tokens: checked requests, the loop of steps, stop conditions and statistics."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel
+from dustin_compile.config import DustinConfig
+from dustin_compile.graphs.capture import capture
+from dustin_compile.graphs.prefill import prefill
+from dustin_compile.graphs.state import MAX_EOS_TOKENS, State, new_state
+from dustin_compile.graphs.step import Decoding, Step
+
+CAPACITY_MULTIPLE = 1024
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a generation did.
+
+    Attributes:
+        steps: draft-verify steps until the last row ended.
+        tokens_per_step: tokens emitted per step and row, the prefill's first token not counted.
+        acceptance_rate: accepted share of the proposed draft tokens.
+        acceptance_by_position: the same for each place in the block, [gamma].
+        new_tokens: tokens added to each row.
+        finish_reasons: "stop" (an EOS token) or "length" (max_new_tokens), for each row.
+        cache_read_share: positions that the verify passes read, of those that exist; mean over steps.
+        prefill_seconds: prompts through both models, to the first token.
+        decode_seconds: all steps.
+    """
+
+    steps: int
+    tokens_per_step: float
+    acceptance_rate: float
+    acceptance_by_position: list[float]
+    new_tokens: list[int]
+    finish_reasons: list[Literal["stop", "length"]]
+    cache_read_share: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """Result of `CompiledPair.generate`.
+
+    Attributes:
+        sequences: [B, width + longest new] int64: prompts as given, new tokens, padding on the right.
+        stats: see Stats.
+    """
+
+    sequences: Tensor
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Request:
+    """Checked arguments of one generation. Its prompts are left-aligned."""
+
+    input_ids: Tensor  # [B, width], as given
+    prompts: Tensor  # [B, longest]
+    lengths: list[int]
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    eos_token_ids: list[int]
+    pad_token_id: int
+    seeds: list[int]
+    streams: list[int]
+
+    @property
+    def decoding(self) -> Decoding:
+        if self.temperature == 0:
+            return "greedy"
+        return "sampling" if self.top_k is None and self.top_p is None else "truncated_sampling"
+
+    @staticmethod
+    def check(
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        eos_token_id: int | Sequence[int] | None,
+        pad_token_id: int | None,
+        seed: int | Sequence[int] | None,
+        vocab_size: int,
+        max_length: int,
+    ) -> Request:
+        """Check the arguments of `CompiledPair.generate`.
+
+        Raises:
+            ValueError, TypeError: naming the argument and its value.
+        """
+        if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"input_ids must be an integer tensor, not {getattr(input_ids, 'dtype', type(input_ids))}")
+        if input_ids.dim() != 2 or 0 in input_ids.shape:
+            raise ValueError(f"input_ids must be [batch, width] with neither empty, not {tuple(input_ids.shape)}")
+        batch, width = input_ids.shape
+        prompts, lengths = _align_left(input_ids, attention_mask)
+        low, high = int(prompts.min()), int(prompts.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"input_ids holds {low if low < 0 else high}, outside the vocabulary of {vocab_size}")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
+        if max(lengths) + max_new_tokens > max_length:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens} with a prompt of {max(lengths)} tokens exceeds the "
+                f"{max_length} positions that target and draft both have"
+            )
+        if not temperature >= 0:
+            raise ValueError(f"temperature={temperature!r} must be 0 (greedy) or positive")
+        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+            raise ValueError(f"top_k={top_k!r} must be an integer of at least 1, or None")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p!r} must be in (0, 1], or None")
+        if temperature == 0 and not (top_k is None and top_p is None):
+            raise ValueError(f"top_k={top_k} and top_p={top_p} need temperature > 0")
+        eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+        if len(eos) > MAX_EOS_TOKENS:
+            raise ValueError(f"eos_token_id has {len(eos)} tokens, more than {MAX_EOS_TOKENS}")
+        if isinstance(seed, Sequence):
+            if len(seed) != batch:
+                raise ValueError(f"seed has {len(seed)} values for {batch} rows")
+            seeds, streams = list(seed), [0] * batch
+        else:
+            seeds, streams = [secrets.randbits(62) if seed is None else seed] * batch, list(range(batch))
+        if any(not isinstance(value, int) or not -(2**63) <= value < 2**63 for value in seeds):
+            raise ValueError(f"seed={seed!r} must be 64-bit integers")
+        return Request(
+            input_ids=input_ids,
+            prompts=prompts,
+            lengths=lengths,
+            max_new_tokens=max_new_tokens,
+            temperature=float(temperature),
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_ids=eos,
+            pad_token_id=pad_token_id if pad_token_id is not None else eos[0] if eos else 0,
+            seeds=seeds,
+            streams=streams,
+        )
+
+
+def _align_left(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
+    """Prompts moved to the left edge, [B, longest], and their lengths; places behind a prompt hold its last token."""
+    if attention_mask is None:
+        return input_ids, [input_ids.shape[1]] * input_ids.shape[0]
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; they must be alike"
+        )
+    mask = attention_mask.to(input_ids.device, torch.int64)
+    lengths = mask.sum(1)
+    first = mask.argmax(1)
+    columns = torch.arange(input_ids.shape[1], device=mask.device)
+    expected = (columns >= first[:, None]) & (columns < (first + lengths)[:, None])
+    bad = ((mask != expected) | (lengths == 0)[:, None]).any(1).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"attention_mask row {bad[0]} must be ones for one unbroken prompt of at least one token, with zeros to "
+            f"its left or right"
+        )
+    width = int(lengths.max())
+    columns = first[:, None] + torch.minimum(columns[:width], lengths[:, None] - 1)
+    return input_ids.gather(1, columns), lengths.tolist()
+
+
+class Generation:
+    """Runs requests on one pair, and keeps its buffers and captured graphs between them.
+
+    Args:
+        target, draft: the pair.
+        config: its settings, draft_share resolved.
+    """
+
+    def __init__(self, target: CausalModel, draft: CausalModel, config: DustinConfig):
+        self.target, self.draft, self.config = target, draft, config
+        self.step = Step(target, draft, config)
+        self.state: State | None = None
+        self.replays: dict[tuple[Decoding, bool], Callable[[], None]] = {}
+
+    @torch.no_grad()
+    def run(self, request: Request) -> GenerationOutput:
+        """Generate until every row has ended."""
+        state = self._prepare(request)
+        steps = {False: self._ready_step(state, request.decoding, False)}
+        if self.config.refresh_every:
+            steps[True] = self._ready_step(state, request.decoding, True)
+        self._load(state, request)
+
+        started = self._now()
+        width = max(request.lengths)
+        lengths = state.limits - request.max_new_tokens
+        for _ in prefill(self.target, self.draft, state, lengths, width, self.config, request.decoding):
+            pass
+        prefilled = self._now()
+        all_finished = _Flag(state.finished)
+        for count in range(1, request.max_new_tokens):
+            if all_finished.poll():
+                break
+            steps[self.config.refresh_every > 0 and count % self.config.refresh_every == 0]()
+        ended = self._now()
+        return self._collect(state, request, prefilled - started, ended - prefilled)
+
+    def _prepare(self, request: Request) -> State:
+        """Buffers that hold the request: the present ones where they fit."""
+        config = self.config
+        batch = 1 << (len(request.lengths) - 1).bit_length()
+        longest = max(request.lengths)
+        prompt_end = -(-longest // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
+        block = config.gamma + 1
+        # A finished row proposes behind its end, and a refresh may start at 0 in a row shorter than its lookback.
+        needed = max(prompt_end, longest + request.max_new_tokens + block, config.refresh_every * block + block)
+        if self.state is None or self.state.batch != batch or self.state.capacity < needed:
+            self.state = None  # let go of the old buffers first
+            self.replays.clear()
+            capacity = -(-needed // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+            self.state = new_state(self.target, self.draft, config, batch, capacity)
+        return self.state
+
+    def _ready_step(self, state: State, decoding: Decoding, refresh: bool) -> Callable[[], None]:
+        """The step as a callable: on CUDA, compiled, a graph replay."""
+
+        def step() -> None:
+            self.step(state, decoding, refresh)
+
+        if not self.config.compile:
+            return step
+        key = (decoding, refresh)
+        if key not in self.replays:
+            # Finished rows change nothing that a request could see, so a step of them warms up.
+            state.finished.fill_(True)
+            state.seq_lens.fill_(1)
+            if self.target.device.type == "cuda":
+                self.replays[key] = capture(step)
+            else:
+                step()
+                self.replays[key] = step
+        return self.replays[key]
+
+    def _load(self, state: State, request: Request) -> None:
+        """Write a request into the state. Rows that the bucket adds hold one token and are finished."""
+        rows, width = request.prompts.shape
+        extra = state.batch - rows
+        device = state.tokens.device
+        state.tokens.zero_()
+        state.tokens[:rows, :width] = request.prompts
+
+        def fill(buffer: Tensor, values: list) -> None:
+            buffer.copy_(torch.tensor(values, dtype=buffer.dtype).to(device))
+
+        fill(state.limits, [length + request.max_new_tokens for length in request.lengths + [1] * extra])
+        fill(state.finished, [False] * rows + [True] * extra)
+        eos = request.eos_token_ids
+        fill(state.eos_token_ids, eos + [-1] * (MAX_EOS_TOKENS - len(eos)))
+        fill(state.sampling.seed, request.seeds + [0] * extra)
+        fill(state.sampling.stream, request.streams + [0] * extra)
+        state.sampling.temperature.fill_(request.temperature or 1.0)
+        state.sampling.top_k.fill_(request.top_k or self.target.vocab_size)
+        state.sampling.top_p.fill_(request.top_p or 1.0)
+        state.step.zero_()
+        state.accepted_counts.zero_()
+        state.read_share.zero_()
+
+    def _collect(self, state: State, request: Request, prefill_seconds: float, decode_seconds: float) -> GenerationOutput:
+        rows, width = request.input_ids.shape
+        ends = (state.seq_lens[:rows] + 1).tolist()
+        new = [end - length for end, length in zip(ends, request.lengths, strict=True)]
+        tokens = state.tokens[:rows].to(request.input_ids.device)
+        sequences = request.input_ids.new_full((rows, width + max(new)), request.pad_token_id)
+        sequences[:, :width] = request.input_ids
+        reasons: list[Literal["stop", "length"]] = []
+        for row, (end, length) in enumerate(zip(ends, request.lengths, strict=True)):
+            sequences[row, width : width + new[row]] = tokens[row, length:end].to(sequences.dtype)
+            reasons.append("stop" if int(tokens[row, end - 1]) in request.eos_token_ids else "length")
+
+        gamma = self.config.gamma
+        counts = state.accepted_counts[:rows].cpu()
+        row_steps = counts.sum(1)
+        total = max(int(row_steps.sum()), 1)
+        by_position = [float(counts[:, i:].sum()) / total for i in range(1, gamma + 1)]
+        stats = Stats(
+            steps=int(row_steps.max()),
+            tokens_per_step=(sum(new) - rows) / total,
+            acceptance_rate=sum(by_position) / gamma,
+            acceptance_by_position=by_position,
+            new_tokens=new,
+            finish_reasons=reasons,
+            cache_read_share=float(state.read_share[:rows].sum()) / total,
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+        )
+        return GenerationOutput(sequences, stats)
+
+    def _now(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
+
+
+class _Flag:
+    """Whether all rows have finished. On CUDA it is read one step late, so that the host never waits for the device."""
+
+    def __init__(self, finished: Tensor):
+        self.finished = finished
+        self.pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def poll(self) -> bool:
+        if self.finished.device.type != "cuda":
+            return bool(self.finished.all())
+        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+        flag.copy_(self.finished.all(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        earlier, self.pending = self.pending, (flag, event)
+        if earlier is None:
+            return False
+        earlier[1].synchronize()
+        return bool(earlier[0])

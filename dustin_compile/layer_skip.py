@@ -1,0 +1,38 @@
+"""A draft made of the target's own layers, sharing its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from dustin_compile.adapter import share_structure
+
+
+def layer_skip(target: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
+    """A causal LM that runs only some of the target's layers; it adds no weights.
+
+    Args:
+        target: a transformers causal LM (Llama, Mistral, Qwen2, Qwen3).
+        keep: indices of the layers to run, ascending.
+
+    Returns:
+        a model of the target's class whose parameters are the target's own.
+
+    Raises:
+        ValueError: keep is empty, not ascending, or names a layer that does not exist.
+    """
+    layers = target.config.num_hidden_layers
+    if not keep or sorted(set(keep)) != list(keep) or not 0 <= keep[0] <= keep[-1] < layers:
+        raise ValueError(f"keep={list(keep)} must be ascending layer indices of the target, 0 to {layers - 1}")
+    draft = share_structure(target)
+    draft.config = copy.deepcopy(target.config)
+    draft.config.num_hidden_layers = draft.model.config.num_hidden_layers = len(keep)
+    if getattr(draft.config, "layer_types", None):
+        draft.config.layer_types = [target.config.layer_types[index] for index in keep]
+    draft.model.layers = nn.ModuleList(draft.model.layers[index] for index in keep)
+    for index, layer in enumerate(draft.model.layers):
+        layer.self_attn.layer_idx = index
+    return draft

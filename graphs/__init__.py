@@ -1,0 +1,1 @@
+"""The draft-verify step, piece by piece."""

@@ -1,0 +1,55 @@
+"""The target's part of a step: choose the verification set, and run the block against it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dustin_compile.adapter import CausalModel
+from dustin_compile.config import DustinConfig
+from dustin_compile.graphs.state import State
+from dustin_compile.ops.select_tiered import select_tiered
+
+
+def choose_set(state: State, draft_scores: Tensor, target_scores: Tensor, length: Tensor, config: DustinConfig) -> None:
+    """Write the verification set of a history of length[B] positions into the state."""
+    indices, counts = select_tiered(
+        draft_scores, target_scores, length, config.budget, config.sinks, config.window, config.draft_share
+    )
+    state.verification_set.indices.copy_(indices)
+    state.verification_set.counts.copy_(counts)
+    state.verification_set.length.copy_(length)
+
+
+def score_and_choose(
+    target: CausalModel, draft: CausalModel, state: State, draft_queries: Tensor, config: DustinConfig
+) -> None:
+    """Choose this step's set from the target's last query and the draft's look-ahead [B, gamma, heads, D]."""
+    target_scores = target.score(state.query, state.target_cache, state.seq_lens)
+    draft_scores = draft.score(draft_queries, state.draft_cache, state.seq_lens)
+    choose_set(state, draft_scores, target_scores, state.seq_lens, config)
+
+
+def verify(
+    target: CausalModel, state: State, gamma: int, sparse: bool, lookback: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One target pass over the pending token and the gamma proposals.
+
+    Args:
+        sparse: read the state's verification set; otherwise the whole cache.
+        lookback: confirmed tokens before the pending one that go through the target once more, which rewrites
+            their K/V.
+
+    Returns:
+        logits [B, gamma + 1, vocab] and the retrieval heads' queries [B, gamma + 1, heads, D] of the block.
+    """
+    start = (state.seq_lens - lookback).clamp(min=0)
+    offsets = torch.arange(lookback + gamma + 1, device=start.device)
+    feed = state.tokens.gather(1, (start[:, None] + offsets).long())
+    hidden, queries = target.forward(feed, start, state.target_cache, state.verification_set if sparse else None)
+    if lookback:
+        # A row shorter than the lookback has its block earlier, and unread garbage after it.
+        slots = ((state.seq_lens - start)[:, None] + offsets[: gamma + 1]).long()
+        hidden = hidden.gather(1, slots[..., None].expand(-1, -1, hidden.shape[-1]))
+        queries = queries.gather(1, slots[..., None, None].expand(-1, -1, *queries.shape[2:]))
+    return target.logits(hidden), queries
