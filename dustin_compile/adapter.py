@@ -88,6 +88,53 @@ def attend_cached(
 AttentionInterface.register(ATTENTION_NAME, attend_cached)
 
 
+class MergedLinear(nn.Module):
+    """Several linear layers of one input as one product. It stands where the first was, and its Parts for the rest."""
+
+    def __init__(self, linears: list[nn.Linear]):
+        super().__init__()
+        self.sizes = [linear.out_features for linear in linears]
+        self.weight = nn.Buffer(_join([linear.weight for linear in linears]), persistent=False)
+        biased = linears[0].bias is not None
+        self.bias = nn.Buffer(_join([linear.bias for linear in linears]), persistent=False) if biased else None
+        self.parts: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.parts = list(nn.functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1))
+        return self.parts.pop(0)
+
+
+class Part(nn.Module):
+    """The next output of a MergedLinear that has just run."""
+
+    def __init__(self, merged: MergedLinear):
+        super().__init__()
+        self.merged = merged
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.merged.parts.pop(0)
+
+
+def _join(parameters: list[nn.Parameter]) -> Tensor:
+    """Parameters as one tensor along their first dimension, of which they become views, unless they already are."""
+    first = parameters[0].data
+    ends = [p.storage_offset() + p.numel() for p in parameters]
+    follow = [p.storage_offset() for p in parameters[1:]] == ends[:-1]
+    if not (follow and len({p.untyped_storage().data_ptr() for p in parameters}) == 1):
+        first = torch.cat([p.data for p in parameters])
+        for parameter, view in zip(parameters, first.split([p.shape[0] for p in parameters]), strict=True):
+            parameter.data = view
+    rows = sum(p.shape[0] for p in parameters)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _merge(parent: nn.Module, names: tuple[str, ...]) -> None:
+    merged = MergedLinear([getattr(parent, name) for name in names])
+    for name in names:
+        setattr(parent, name, Part(merged))
+    setattr(parent, names[0], merged)
+
+
 def share_structure(model: PreTrainedModel) -> PreTrainedModel:
     """A second module tree over the same parameters and buffers, so that ours can be set up without touching theirs."""
     tensors = chain(model.parameters(), model.buffers())
@@ -124,8 +171,11 @@ class RetrievalHeads:
 class CausalModel:
     """A transformers causal LM that runs one pass over its static cache.
 
+    Products of one input (q, k and v; gate and up) are merged. The merged weight takes no memory: the model's own
+    parameters become views of it, and the model runs and saves as before.
+
     Args:
-        model: the transformers model; it is left as it is.
+        model: the transformers model.
         heads: its semantic retrieval heads, whose queries a pass returns.
         vocab_size: logits that count; what lies behind is padding.
         compile_region: compiles a function (graphs.capture.compile_region), or the identity.
@@ -142,6 +192,9 @@ class CausalModel:
         twin.set_attn_implementation(ATTENTION_NAME)
         self.config = twin.config
         self.layers = twin.model.layers
+        for layer in self.layers:
+            _merge(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
+            _merge(layer.mlp, ("gate_proj", "up_proj"))
         self.embed_tokens = twin.model.embed_tokens
         self.rotary_emb = twin.model.rotary_emb
         self.norm = twin.model.norm
@@ -164,24 +217,25 @@ class CausalModel:
     ) -> tuple[Tensor, Tensor]:
         """One pass of tokens[B, T] at positions start[b].. over the cache, whose entries there it writes.
 
-        Returns the hidden states before the final norm [B, T, hidden] and the queries of the retrieval heads
+        Returns the hidden states that `logits` takes, [B, T, hidden], and the queries of the retrieval heads
         [B, T, heads, D]. Token t of a row reads everything up to itself, or, with a set, that set and the block.
         """
         sparse = verification_set is not None
-        hidden, cos, sin = self._region(_embed, tokens.shape[1])(self.embed_tokens, self.rotary_emb, tokens, start)
+        embed = self._region(_embed, tokens.shape[1])
         run_layer = self._region(_run_layer, tokens.shape[1], sparse)
+        hidden, update, cos, sin = embed(self.embed_tokens, self.rotary_emb, tokens, start)
         queries = []
         for index, layer in enumerate(self.layers):
             key, value = cache.layers[index]
-            hidden, query = run_layer(
-                layer, self.cache_keyword, hidden, cos, sin, key, value, start, verification_set
+            hidden, update, query = run_layer(
+                layer, self.cache_keyword, hidden, update, cos, sin, key, value, start, verification_set
             )
             if index in self.heads.by_layer:
                 queries.append(query.index_select(2, self.heads.by_layer[index]))
-        return hidden, torch.cat(queries, dim=2)
+        return hidden + update, torch.cat(queries, dim=2)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [B, T, vocab_size] of hidden states before the final norm."""
+        """Logits [B, T, vocab_size] of what `forward` returned."""
         return self._region(_project, hidden.shape[1])(self.norm, self.lm_head, hidden)[..., : self.vocab_size]
 
     def score(self, query: Tensor, cache: KVCache, seq_lens: Tensor) -> Tensor:
@@ -200,28 +254,38 @@ class CausalModel:
         return self.regions[key]
 
 
-def _embed(embed_tokens, rotary_emb, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _embed(embed_tokens, rotary_emb, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden = embed_tokens(tokens)
     position_ids = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     cos, sin = rotary_emb(hidden, position_ids=position_ids)
-    return hidden, cos, sin
+    return hidden, torch.zeros_like(hidden), cos, sin
 
 
 def _run_layer(
     layer: nn.Module,
     cache_keyword: str,
     hidden: Tensor,
+    update: Tensor,
     cos: Tensor,
     sin: Tensor,
     key: Tensor,
     value: Tensor,
     start: Tensor,
     verification_set: VerificationSet | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A pre-norm decoder layer, from one residual sum to before the next, which fuses with the norm behind it."""
     attend = Attend(start, verification_set)
     cache = {cache_keyword: LayerCache(key, value, start)}
-    hidden = layer(hidden, position_embeddings=(cos, sin), attention_mask=None, attend=attend, **cache)
-    return hidden, attend.query
+    hidden = hidden + update
+    attended, _ = layer.self_attn(
+        hidden_states=layer.input_layernorm(hidden),
+        position_embeddings=(cos, sin),
+        attention_mask=None,
+        attend=attend,
+        **cache,
+    )
+    hidden = hidden + attended
+    return hidden, layer.mlp(layer.post_attention_layernorm(hidden)), attend.query
 
 
 def _project(norm: nn.Module, lm_head: nn.Module, hidden: Tensor) -> Tensor:

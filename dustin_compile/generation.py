@@ -195,22 +195,19 @@ class Generation:
     def run(self, request: Request) -> GenerationOutput:
         """Generate until every row has ended."""
         state = self._prepare(request)
-        steps = {False: self._ready_step(state, request.decoding, False)}
-        if self.config.refresh_every:
-            steps[True] = self._ready_step(state, request.decoding, True)
+        refresh_every = self.config.refresh_every
+        step = self._ready_step(state, request.decoding, refresh=False)
+        refresh = self._ready_step(state, request.decoding, refresh=True) if refresh_every else step
         self._load(state, request)
 
         started = self._now()
-        width = max(request.lengths)
-        lengths = state.limits - request.max_new_tokens
-        for _ in prefill(self.target, self.draft, state, lengths, width, self.config, request.decoding):
-            pass
+        self._prefill(state, state.limits - request.max_new_tokens, max(request.lengths), request.decoding)
         prefilled = self._now()
         all_finished = _Flag(state.finished)
         for count in range(1, request.max_new_tokens):
             if all_finished.poll():
                 break
-            steps[self.config.refresh_every > 0 and count % self.config.refresh_every == 0]()
+            (refresh if refresh_every and count % refresh_every == 0 else step)()
         ended = self._now()
         return self._collect(state, request, prefilled - started, ended - prefilled)
 
@@ -231,7 +228,7 @@ class Generation:
         return self.state
 
     def _ready_step(self, state: State, decoding: Decoding, refresh: bool) -> Callable[[], None]:
-        """The step as a callable: on CUDA, compiled, a graph replay."""
+        """The step as a callable: compiled, and on CUDA a graph replay. Compilation happens here, the prefill's too."""
 
         def step() -> None:
             self.step(state, decoding, refresh)
@@ -240,15 +237,18 @@ class Generation:
             return step
         key = (decoding, refresh)
         if key not in self.replays:
-            # Finished rows change nothing that a request could see, so a step of them warms up.
+            # Finished rows change nothing that a request could see, so they warm up.
             state.finished.fill_(True)
-            state.seq_lens.fill_(1)
+            self._prefill(state, torch.ones_like(state.seq_lens), 1, decoding)
             if self.target.device.type == "cuda":
                 self.replays[key] = capture(step)
             else:
                 step()
                 self.replays[key] = step
         return self.replays[key]
+
+    def _prefill(self, state: State, lengths: Tensor, width: int, decoding: Decoding) -> None:
+        prefill(self.target, self.draft, state, lengths, width, self.config, self.step.choose[decoding])
 
     def _load(self, state: State, request: Request) -> None:
         """Write a request into the state. Rows that the bucket adds hold one token and are finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from dustin_compile.adapter import CausalModel
 from dustin_compile.graphs.state import State
-from dustin_compile.ops.accept import process_logits, sample
 
 
 @dataclass
@@ -21,15 +21,21 @@ class Proposal:
     queries: Tensor  # [B, gamma, draft heads, D]
 
 
-def propose(draft: CausalModel, state: State, gamma: int, sparse: bool, truncate: bool, uniforms: Tensor | None) -> Proposal:
+Choose = Callable[[State, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def propose(
+    draft: CausalModel, state: State, gamma: int, sparse: bool, choose: Choose, uniforms: Tensor | None
+) -> Proposal:
     """Propose gamma tokens a row and write them behind the pending token.
 
     The first pass feeds two tokens, the confirmed one at L-1 again and the pending one at L: where the last step
     accepted all its tokens, the draft has no K/V of the former yet.
 
     Args:
+        sparse: read the previous step's verification set; otherwise the whole cache.
+        choose: takes logits [B, T, vocab] to one token a row, [B, 1], and the distribution it is from.
         uniforms: [B, gamma] in [0, 1) to sample with; None: greedy.
-        truncate: whether top-k or top-p are in force.
     """
     start = state.seq_lens - 1
     feed = state.tokens.gather(1, (start[:, None] + torch.arange(2, device=start.device)).long())
@@ -37,19 +43,13 @@ def propose(draft: CausalModel, state: State, gamma: int, sparse: bool, truncate
     tokens, probs, queries = [], [], []
     for i in range(gamma):
         hidden, query = draft.forward(feed, start, state.draft_cache, verification_set)
-        logits = draft.logits(hidden[:, -1:])
-        if uniforms is None:
-            token = logits.argmax(-1)
-        else:
-            sampling = state.sampling
-            q = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p, truncate)
-            token = sample(q, uniforms[:, i : i + 1])
-            probs.append(q)
-        tokens.append(token)
+        draw = None if uniforms is None else uniforms[:, i : i + 1]
+        feed, distribution = choose(state, draft.logits(hidden[:, -1:]), draw)
+        tokens.append(feed)
+        probs.append(distribution)
         queries.append(query[:, -1:])
         start = state.seq_lens + 1 + i
-        feed = token
     proposed = torch.cat(tokens, dim=1)
     slots = state.seq_lens[:, None] + 1 + torch.arange(gamma, device=start.device)
     state.tokens.scatter_(1, slots.long(), proposed)
-    return Proposal(proposed, torch.cat(probs, dim=1) if probs else None, torch.cat(queries, dim=1))
+    return Proposal(proposed, None if uniforms is None else torch.cat(probs, dim=1), torch.cat(queries, dim=1))

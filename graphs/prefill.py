@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel
 from dustin_compile.config import DustinConfig
+from dustin_compile.graphs.draft import Choose
 from dustin_compile.graphs.state import State
-from dustin_compile.graphs.step import Decoding
 from dustin_compile.graphs.verify import choose_set
-from dustin_compile.ops.accept import process_logits, sample, uniform
+from dustin_compile.ops.accept import uniform
 
 
 def chunk_bounds(length: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -29,8 +29,8 @@ def prefill(
     lengths: Tensor,
     width: int,
     config: DustinConfig,
-    decoding: Decoding,
-) -> Iterator[int]:
+    choose: Choose,
+) -> None:
     """Run the prompts in state.tokens[:, :width], left-aligned, through both models, and emit one token a row.
 
     Rows shorter than the longest are followed by garbage, which causality keeps from mattering: it lies behind L.
@@ -38,9 +38,7 @@ def prefill(
     Args:
         lengths: [B] int32, tokens of each prompt, at least 1.
         width: the longest of them.
-
-    Yields:
-        prompt positions done, after each chunk.
+        choose: takes logits to a token, as in the step.
     """
     last_hidden, last_query = None, state.query
     for low, high in chunk_bounds(width, config.prefill_chunk):
@@ -55,16 +53,10 @@ def prefill(
         query = query.gather(1, slot[..., None].expand(-1, 1, *query.shape[2:]))
         last_hidden = hidden if last_hidden is None else torch.where(inside, hidden, last_hidden)
         last_query = torch.where(inside[..., None], query, last_query)
-        yield min(high, width)
     state.query.copy_(last_query)
     logits = target.logits(last_hidden)
-    if decoding == "greedy":
-        token = logits.argmax(-1)
-    else:
-        sampling = state.sampling
-        truncate = decoding == "truncated_sampling"
-        probs = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p, truncate)
-        token = sample(probs, uniform(sampling.seed, sampling.stream, state.step, 1))
+    sampling = state.sampling
+    token, _ = choose(state, logits, uniform(sampling.seed, sampling.stream, state.step, 1))
     state.seq_lens.copy_(lengths)
     state.tokens.scatter_(1, lengths[:, None].long(), token)
     state.finished.logical_or_((token == state.eos_token_ids).any(-1) | (lengths + 1 >= state.limits))

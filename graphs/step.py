@@ -13,7 +13,7 @@ from dustin_compile.graphs.capture import compile_region
 from dustin_compile.graphs.draft import Proposal, propose
 from dustin_compile.graphs.state import State
 from dustin_compile.graphs.verify import score_and_choose, verify
-from dustin_compile.ops.accept import accept_greedy, accept_sampling, process_logits, uniform
+from dustin_compile.ops.accept import accept_greedy, accept_sampling, process_logits, sample, uniform
 
 Decoding = Literal["greedy", "sampling", "truncated_sampling"]
 
@@ -28,14 +28,20 @@ class Step:
 
     def __init__(self, target: CausalModel, draft: CausalModel, config: DustinConfig):
         self.target, self.draft, self.config = target, draft, config
-        self.commit = {
-            decoding: compile_region(function) if config.compile else function
-            for decoding, function in (
-                ("greedy", _commit_greedy),
-                ("sampling", _commit_sampling),
-                ("truncated_sampling", _commit_truncated_sampling),
-            )
+        choose = {
+            "greedy": choose_greedy,
+            "sampling": choose_sampled,
+            "truncated_sampling": choose_truncated,
         }
+        finish = {
+            "greedy": accept_and_commit_greedy,
+            "sampling": accept_and_commit_sampled,
+            "truncated_sampling": accept_and_commit_truncated,
+        }
+        if config.compile:
+            choose = {decoding: compile_region(function) for decoding, function in choose.items()}
+            finish = {decoding: compile_region(function) for decoding, function in finish.items()}
+        self.choose, self.finish = choose, finish
 
     def __call__(self, state: State, decoding: Decoding, refresh: bool = False) -> None:
         """Run one step on every row: draft, score, select, verify, accept, commit.
@@ -44,32 +50,51 @@ class Step:
             refresh: verify densely, and rewrite the K/V of all tokens since the last refresh.
         """
         config, gamma = self.config, self.config.gamma
-        uniforms = None
+        uniforms = draft_uniforms = None
         if decoding != "greedy":
             sampling = state.sampling
             uniforms = uniform(sampling.seed, sampling.stream, state.step, 2 * gamma + 1)
-        proposal = propose(
-            self.draft,
-            state,
-            gamma,
-            sparse=config.draft_attention == "sparse",
-            truncate=decoding == "truncated_sampling",
-            uniforms=None if uniforms is None else uniforms[:, :gamma],
-        )
-        if "sparse" in (config.verify, config.draft_attention):
+            draft_uniforms = uniforms[:, :gamma]
+        sparse_draft = config.draft_attention == "sparse"
+        proposal = propose(self.draft, state, gamma, sparse_draft, self.choose[decoding], draft_uniforms)
+        if sparse_draft or config.verify == "sparse":
             score_and_choose(self.target, self.draft, state, proposal.queries, config)
         sparse = config.verify == "sparse" and not refresh
         lookback = config.refresh_every * (gamma + 1) if refresh else 0
         logits, queries = verify(self.target, state, gamma, sparse, lookback)
-        self.commit[decoding](state, proposal, logits, queries, uniforms, sparse)
+        self.finish[decoding](state, proposal, logits, queries, uniforms, sparse)
 
 
-def _commit_greedy(state, proposal, logits, queries, uniforms, sparse) -> None:
+def choose_greedy(state: State, logits: Tensor, draw: Tensor | None) -> tuple[Tensor, None]:
+    return logits.argmax(-1), None
+
+
+def choose_sampled(state: State, logits: Tensor, draw: Tensor, truncate: bool = False) -> tuple[Tensor, Tensor]:
+    sampling = state.sampling
+    probs = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p, truncate)
+    return sample(probs, draw), probs
+
+
+def choose_truncated(state: State, logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+    return choose_sampled(state, logits, draw, truncate=True)
+
+
+def accept_and_commit_greedy(
+    state: State, proposal: Proposal, logits: Tensor, queries: Tensor, uniforms: Tensor | None, sparse: bool
+) -> None:
     accepted, tokens = accept_greedy(proposal.tokens, logits)
     commit(state, accepted, tokens, queries, sparse)
 
 
-def _commit_sampling(state, proposal, logits, queries, uniforms, sparse, truncate: bool = False) -> None:
+def accept_and_commit_sampled(
+    state: State,
+    proposal: Proposal,
+    logits: Tensor,
+    queries: Tensor,
+    uniforms: Tensor,
+    sparse: bool,
+    truncate: bool = False,
+) -> None:
     sampling, gamma = state.sampling, proposal.tokens.shape[1]
     probs = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p, truncate)
     accepted, tokens = accept_sampling(
@@ -78,8 +103,10 @@ def _commit_sampling(state, proposal, logits, queries, uniforms, sparse, truncat
     commit(state, accepted, tokens, queries, sparse)
 
 
-def _commit_truncated_sampling(state, proposal, logits, queries, uniforms, sparse) -> None:
-    _commit_sampling(state, proposal, logits, queries, uniforms, sparse, truncate=True)
+def accept_and_commit_truncated(
+    state: State, proposal: Proposal, logits: Tensor, queries: Tensor, uniforms: Tensor, sparse: bool
+) -> None:
+    accept_and_commit_sampled(state, proposal, logits, queries, uniforms, sparse, truncate=True)
 
 
 def commit(state: State, accepted: Tensor, tokens: Tensor, queries: Tensor, sparse: bool) -> None:
@@ -111,7 +138,6 @@ def commit(state: State, accepted: Tensor, tokens: Tensor, queries: Tensor, spar
     state.tokens.scatter_(1, (history[:, None] + 1 + slots).long(), tokens)
     last = (kept - 1).clamp(min=0).long()[:, None, None, None].expand(-1, 1, *queries.shape[2:])
     state.query.copy_(torch.where(alive[:, None, None, None], queries.gather(1, last), state.query))
-    stopped = (kept_until_stop <= kept) & alive
-    state.finished.logical_or_(stopped | (alive & (kept == room)))
+    state.finished.logical_or_(alive & ((kept == kept_until_stop) | (kept == room)))
     state.seq_lens.add_(kept)
     state.step.add_(1)

@@ -132,15 +132,15 @@ def attend_block(
 @triton.jit
 def store_packed_rows(
     out, partial, mass, acc, top, total, row, token, head, tokens, split, rows,
-    QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    """Normalise a tile and store it: as the output when there is one split, else as this split's partial."""
+    """Normalise a tile and store it: as the output when WHOLE (there is one split), else as this split's partial."""
     dim = tl.arange(0, BLOCK_D)
     flat = (row.to(tl.int64) * tokens + token) * QUERY_HEADS + head
     mask = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
     total = tl.where(total > 0, total, 1.0)  # a row that saw nothing: output 0, mass -inf
     acc = acc / total[:, None]
-    if SPLITS == 1:
+    if WHOLE:
         tl.store(out + flat[:, None] * HEAD_DIM + dim[None, :], acc.to(out.dtype.element_ty), mask=mask)
     else:
         flat += split.to(tl.int64) * rows
@@ -150,13 +150,13 @@ def store_packed_rows(
 
 @triton.jit
 def _combine_kernel(
-    partial, mass, out, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr
+    partial, mass, out, rows, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     dim = tl.arange(0, BLOCK_D)
     flat = split.to(tl.int64) * rows + row
-    masses = tl.load(mass + flat, mask=split < SPLITS, other=float("-inf"))
+    masses = tl.load(mass + flat, mask=split < splits, other=float("-inf"))
     seen = masses > float("-inf")
     weights = tl.where(seen, tl.exp2(masses - tl.max(masses, 0)), 0.0)
     mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
@@ -171,4 +171,4 @@ def combine_splits(partial: Tensor, mass: Tensor, out: Tensor) -> None:
     splits, rows, head_dim = partial.shape
     block_d, block_s = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
     warps = 4 if block_d * block_s > 2048 else 2
-    _combine_kernel[(rows,)](partial, mass, out, rows, head_dim, block_d, splits, block_s, num_warps=warps)
+    _combine_kernel[(rows,)](partial, mass, out, rows, splits, head_dim, block_d, block_s, num_warps=warps)

@@ -13,8 +13,9 @@ def check_tensor(
     name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:
     """The tensor has this shape (None: any size), one of these dtypes, and lives on this device."""
+    # Sizes are compared by == alone: dynamo cannot tell whether a symbolic size is `in` a tuple.
     sizes = zip(shape, tensor.shape, strict=False)
-    if tensor.dim() != len(shape) or any(wanted not in (None, size) for wanted, size in sizes):
+    if tensor.dim() != len(shape) or any(wanted is not None and wanted != size for wanted, size in sizes):
         wanted_sizes = ", ".join("any" if wanted is None else str(wanted) for wanted in shape)
         raise ValueError(f"{name} must have shape [{wanted_sizes}], got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:

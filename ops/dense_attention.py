@@ -62,12 +62,12 @@ def _attend_positions(
 
 @triton.jit
 def _dense_attention_kernel(
-    query, key_cache, value_cache, start, out, partial, mass, scale_log2, tokens, rows,
+    query, key_cache, value_cache, start, out, partial, mass, scale_log2, tokens, rows, splits,
     query_stride_b, query_stride_t, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr, UNMASKED_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, UNMASKED_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     row, kv_head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -81,7 +81,7 @@ def _dense_attention_kernel(
     length = tl.load(start + row)
     last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, tokens - 1)
     end = length + last_token + 1
-    share = tl.cdiv(tl.cdiv(end, SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N
     first = split * share
     last = tl.minimum(first + share, end)
 
@@ -103,7 +103,7 @@ def _dense_attention_kernel(
     )
     store_packed_rows(
         out, partial, mass, acc, top, total, row, token, head, tokens, split, rows,
-        KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, SPLITS,
+        KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, WHOLE,
     )
 
 
@@ -133,10 +133,10 @@ def dense_attention_triton(
     partial = torch.empty(splits if splits > 1 else 0, rows, head_dim, dtype=torch.float32, device=query.device)
     mass = torch.empty(partial.shape[:2], dtype=torch.float32, device=query.device)
     _dense_attention_kernel[(tiles, batch * kv_heads, splits)](
-        query, key_cache, value_cache, start, out, partial, mass, scale * LOG2_E, tokens, rows,
+        query, key_cache, value_cache, start, out, partial, mass, scale * LOG2_E, tokens, rows, splits,
         *query.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3],
         kv_heads, group, head_dim, launch.block_m, launch.block_n, block_d,
-        splits, tiles > 1, "ieee" if query.dtype == torch.float32 else "tf32",
+        splits == 1, tiles > 1, "ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     if splits > 1:

@@ -46,11 +46,11 @@ def sparse_attention_reference(
 @triton.jit
 def _sparse_attention_kernel(
     query, key_cache, value_cache, indices, counts, tail_start, start, out, partial, mass, scale_log2, tokens, rows,
-    budget, query_stride_b, query_stride_t, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
+    splits, budget, query_stride_b, query_stride_t, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h, indices_stride_b, indices_stride_k,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     row, kv_head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -77,7 +77,7 @@ def _sparse_attention_kernel(
 
     slots = count + tl.maximum(end - TAIL - tail, 0)
     seen = tl.minimum(count + tl.maximum(length + token + 1 - tail, 0), slots)
-    share = tl.cdiv(tl.cdiv(slots, SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(slots, splits), BLOCK_N) * BLOCK_N
     first = split * share
     last = tl.minimum(first + share, slots)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -98,7 +98,7 @@ def _sparse_attention_kernel(
     )
     store_packed_rows(
         out, partial, mass, acc, top, total, row, token, head, tokens, split, rows,
-        KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, SPLITS,
+        KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, WHOLE,
     )  # fmt: skip
 
 
@@ -128,8 +128,8 @@ def sparse_attention_triton(
     mass = torch.empty(partial.shape[:2], dtype=torch.float32, device=query.device)
     _sparse_attention_kernel[(tiles, batch * kv_heads, splits)](
         query, key_cache, value_cache, indices, counts, tail_start, start, out, partial, mass, scale * LOG2_E, tokens,
-        rows, budget, *query.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3], *indices.stride(),
-        kv_heads, group, head_dim, launch.block_m, launch.block_n, block_d, TAIL, splits,
+        rows, splits, budget, *query.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3], *indices.stride(),
+        kv_heads, group, head_dim, launch.block_m, launch.block_n, block_d, TAIL, splits == 1,
         "ieee" if query.dtype == torch.float32 else "tf32", num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     if splits > 1:
