@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from dustin_compile.graphs.capture import compile_region
 from dustin_compile.kv_cache import KVCache
 from dustin_compile.ops.append_kv import append_kv
 from dustin_compile.ops.dense_attention import dense_attention
@@ -45,7 +47,7 @@ class LayerCache(Cache):
 
     def __init__(self, key: Tensor, value: Tensor, start: Tensor):
         # Cache.__init__ would build per-layer objects of its own, so it is left out.
-        self.layers = []
+        self.layers: list = []
         self.key, self.value, self.start = key, value, start
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -88,8 +90,23 @@ def attend_cached(
 AttentionInterface.register(ATTENTION_NAME, attend_cached)
 
 
+SMALL_PRODUCT = 16  # rows up to which a CPU multiplies faster with the weight first
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, [B, T, in] to [B, T, out].
+
+    Between a matrix-vector product and a large one, MKL is two to four times faster with its operands exchanged.
+    """
+    rows = x.shape[0] * x.shape[1]
+    if x.device.type != "cpu" or not 1 < rows <= SMALL_PRODUCT:
+        return nn.functional.linear(x, weight, bias)
+    product = (weight @ x.flatten(0, 1).t()).t().contiguous().view(*x.shape[:2], -1)
+    return product if bias is None else product + bias
+
+
 class MergedLinear(nn.Module):
-    """Several linear layers of one input as one product. It stands where the first was, and its Parts for the rest."""
+    """Linear layers of one input as one product. It stands where the first was, and its Parts for the rest."""
 
     def __init__(self, linears: list[nn.Linear]):
         super().__init__()
@@ -100,7 +117,7 @@ class MergedLinear(nn.Module):
         self.parts: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.parts = list(nn.functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1))
+        self.parts = list(multiply(x, self.weight, self.bias).split(self.sizes, dim=-1))
         return self.parts.pop(0)
 
 
@@ -115,7 +132,7 @@ class Part(nn.Module):
         return self.merged.parts.pop(0)
 
 
-def _join(parameters: list[nn.Parameter]) -> Tensor:
+def _join(parameters: list[Tensor]) -> Tensor:
     """Parameters as one tensor along their first dimension, of which they become views, unless they already are."""
     first = parameters[0].data
     ends = [p.storage_offset() + p.numel() for p in parameters]
@@ -128,7 +145,7 @@ def _join(parameters: list[nn.Parameter]) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _merge(parent: nn.Module, names: tuple[str, ...]) -> None:
+def _merge(parent: nn.Module, *names: str) -> None:
     merged = MergedLinear([getattr(parent, name) for name in names])
     for name in names:
         setattr(parent, name, Part(merged))
@@ -153,13 +170,15 @@ class RetrievalHeads:
 
     def __init__(self, heads: Iterable[tuple[int, int]], config, device: torch.device):
         self.heads = sorted(heads)
-        group_size = config.num_attention_heads // config.num_key_value_heads
-        by_layer: dict[int, list[int]] = {}
+        self.layers = sorted({layer for layer, _ in self.heads})
+        query_heads = config.num_attention_heads
+        columns = [self.layers.index(layer) * query_heads + head for layer, head in self.heads]
+        self.columns = torch.tensor(columns, device=device)  # of the heads in these layers' queries, side by side
+
+        group_size = query_heads // config.num_key_value_heads
         by_key_head: dict[tuple[int, int], list[int]] = {}
         for row, (layer, head) in enumerate(self.heads):
-            by_layer.setdefault(layer, []).append(head)
             by_key_head.setdefault((layer, head // group_size), []).append(row)
-        self.by_layer = {layer: torch.tensor(rows, device=device) for layer, rows in by_layer.items()}
         self.max_count = max(map(len, by_key_head.values()))
         table = [(layer, key_head, rows[0], len(rows)) for (layer, key_head), rows in by_key_head.items()]
         self.groups = torch.tensor(table, dtype=torch.int32, device=device)
@@ -178,7 +197,7 @@ class CausalModel:
         model: the transformers model.
         heads: its semantic retrieval heads, whose queries a pass returns.
         vocab_size: logits that count; what lies behind is padding.
-        compile_region: compiles a function (graphs.capture.compile_region), or the identity.
+        compile: whether to compile what a pass runs.
     """
 
     def __init__(
@@ -186,25 +205,28 @@ class CausalModel:
         model: PreTrainedModel,
         heads: Iterable[tuple[int, int]],
         vocab_size: int,
-        compile_region: Callable[[Callable], Callable],
+        compile: bool,
     ):
         twin = share_structure(model)
         twin.set_attn_implementation(ATTENTION_NAME)
         self.config = twin.config
         self.layers = twin.model.layers
         for layer in self.layers:
-            _merge(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
-            _merge(layer.mlp, ("gate_proj", "up_proj"))
+            _merge(layer.self_attn, "q_proj", "k_proj", "v_proj")
+            _merge(layer.self_attn, "o_proj")
+            _merge(layer.mlp, "gate_proj", "up_proj")
+            _merge(layer.mlp, "down_proj")
         self.embed_tokens = twin.model.embed_tokens
         self.rotary_emb = twin.model.rotary_emb
         self.norm = twin.model.norm
+        _merge(twin, "lm_head")
         self.lm_head = twin.lm_head
         self.device = self.embed_tokens.weight.device
         self.dtype = self.embed_tokens.weight.dtype
         self.heads = RetrievalHeads(heads, self.config, self.device)
         self.vocab_size = vocab_size
         self.scale = self.layers[0].self_attn.scaling
-        self.compile_region = compile_region
+        self.compile = compile
         self.regions: dict[tuple, Callable] = {}
         parameters = inspect.signature(type(self.layers[0].self_attn).forward).parameters
         self.cache_keyword = "cache" if "cache" in parameters else "past_key_values"
@@ -230,9 +252,9 @@ class CausalModel:
             hidden, update, query = run_layer(
                 layer, self.cache_keyword, hidden, update, cos, sin, key, value, start, verification_set
             )
-            if index in self.heads.by_layer:
-                queries.append(query.index_select(2, self.heads.by_layer[index]))
-        return hidden + update, torch.cat(queries, dim=2)
+            if index in self.heads.layers:
+                queries.append(query)
+        return self._region(_finish, tokens.shape[1])(hidden, update, queries, self.heads.columns)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, T, vocab_size] of what `forward` returned."""
@@ -247,10 +269,12 @@ class CausalModel:
 
         One compilation for each small number, so that none evicts another, and one for all chunks of a prompt.
         """
+        if not self.compile:
+            return function
         dynamic = tokens >= PREFILL_MULTIPLE
         key = (function, "prefill" if dynamic else tokens, sparse)
         if key not in self.regions:
-            self.regions[key] = self.compile_region(function, dynamic)
+            self.regions[key] = compile_region(function, dynamic)
         return self.regions[key]
 
 
@@ -262,7 +286,7 @@ def _embed(embed_tokens, rotary_emb, tokens: Tensor, start: Tensor) -> tuple[Ten
 
 
 def _run_layer(
-    layer: nn.Module,
+    layer: Any,
     cache_keyword: str,
     hidden: Tensor,
     update: Tensor,
@@ -285,7 +309,11 @@ def _run_layer(
         **cache,
     )
     hidden = hidden + attended
-    return hidden, layer.mlp(layer.post_attention_layernorm(hidden)), attend.query
+    return hidden, layer.mlp(layer.post_attention_layernorm(hidden)), cast(Tensor, attend.query)
+
+
+def _finish(hidden: Tensor, update: Tensor, queries: list[Tensor], columns: Tensor) -> tuple[Tensor, Tensor]:
+    return hidden + update, torch.cat(queries, dim=2).index_select(2, columns)
 
 
 def _project(norm: nn.Module, lm_head: nn.Module, hidden: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ BudgetOption = Annotated[int, typer.Option(help="Positions in the verification s
 GammaOption = Annotated[int, typer.Option(help="Tokens that the draft proposes in a step.")]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="auto: bfloat16 on a GPU, float32 on a CPU.")]
-CompileOption = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step, or run it eagerly.")]
+CompileOption = Annotated[
+    bool | None, typer.Option("--compile/--no-compile", help="Compile, or run eagerly; default: compile on a GPU.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout, the rest to stderr.")]
 
 
@@ -55,7 +57,7 @@ def demo(
     gamma: GammaOption = 4,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    compile: CompileOption = True,
+    compile: CompileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a passage of Moby Dick with SmolLM2-135M in three ways, side by side."""
@@ -86,7 +88,7 @@ def compare_command(
     gamma: GammaOption = 4,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    compile: CompileOption = True,
+    compile: CompileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The demo's three ways, for any pair and prompt."""
@@ -115,7 +117,7 @@ def generate(
     verify: Annotated[AttentionMode, typer.Option(help="sparse: approximate; dense: lossless.")] = "sparse",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    compile: CompileOption = True,
+    compile: CompileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text with any pair."""
@@ -216,7 +218,7 @@ def _report(
     prompt = pair.tokenizer.decode(input_ids[0, -100:])
     console.print(Panel(Text(f"… {prompt}"), title=f"end of the prompt of {input_ids.shape[1]} tokens"))
     for name, run in runs.items():
-        console.print(Panel(Text(pair.tokenizer.decode(run.tokens)), title=name))
+        console.print(Panel(Text(pair.tokenizer.decode(run.tokens).strip()), title=name))
 
     table = Table(title=f"{model} with {draft}: γ {config.gamma}, {config.budget} positions")
     for heading in ("", "tokens/s", "speed-up", "tokens/step", "acceptance", "cache read"):

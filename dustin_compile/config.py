@@ -26,8 +26,8 @@ class DustinConfig:
         refresh_every: with sparse verification, verify densely every so many steps and rewrite the K/V of
             the tokens accepted since; 0: never.
         prefill_chunk: prompt tokens that go through a model at once.
-        compile: compile the step with torch.compile and, on CUDA, replay it as one CUDA graph.
-            False runs the same step eagerly.
+        compile: compile with torch.compile and, on CUDA, replay the step as one CUDA graph; False runs the same
+            step eagerly. None: True on CUDA, False on a CPU, where compiling takes minutes.
 
     Raises:
         ValueError: a value is out of range; the message names it.
@@ -42,7 +42,7 @@ class DustinConfig:
     draft_attention: AttentionMode = "sparse"
     refresh_every: int = 0
     prefill_chunk: int = 2048
-    compile: bool = True
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         for name, low in (("gamma", 1), ("budget", 1), ("sinks", 0), ("window", 1), ("refresh_every", 0)):
@@ -59,9 +59,9 @@ class DustinConfig:
             if getattr(self, name) not in get_args(AttentionMode):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 'sparse' or 'dense'")
         if self.refresh_every and self.verify == "dense":
-            raise ValueError(f"refresh_every={self.refresh_every} needs verify='sparse': a dense verify is always fresh")
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"compile={self.compile!r} must be True or False")
+            raise ValueError(f"refresh_every={self.refresh_every} needs verify='sparse': dense K/V are always fresh")
+        if not (self.compile is None or isinstance(self.compile, bool)):
+            raise ValueError(f"compile={self.compile!r} must be True, False or None")
 
 
 def _check_int(name: str, value: object, low: int) -> None:

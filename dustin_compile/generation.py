@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -107,36 +107,41 @@ class Request:
             raise TypeError(f"input_ids must be an integer tensor, not {getattr(input_ids, 'dtype', type(input_ids))}")
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must be [batch, width] with neither empty, not {tuple(input_ids.shape)}")
-        batch, width = input_ids.shape
+        batch = input_ids.shape[0]
         prompts, lengths = _align_left(input_ids, attention_mask)
         low, high = int(prompts.min()), int(prompts.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"input_ids holds {low if low < 0 else high}, outside the vocabulary of {vocab_size}")
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not _is_int(max_new_tokens) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
         if max(lengths) + max_new_tokens > max_length:
             raise ValueError(
                 f"max_new_tokens={max_new_tokens} with a prompt of {max(lengths)} tokens exceeds the "
                 f"{max_length} positions that target and draft both have"
             )
-        if not temperature >= 0:
+        if not isinstance(temperature, int | float) or not temperature >= 0:
             raise ValueError(f"temperature={temperature!r} must be 0 (greedy) or positive")
-        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        if top_k is not None and (not _is_int(top_k) or top_k < 1):
             raise ValueError(f"top_k={top_k!r} must be an integer of at least 1, or None")
-        if top_p is not None and not 0 < top_p <= 1:
+        if top_p is not None and (not isinstance(top_p, int | float) or not 0 < top_p <= 1):
             raise ValueError(f"top_p={top_p!r} must be in (0, 1], or None")
         if temperature == 0 and not (top_k is None and top_p is None):
             raise ValueError(f"top_k={top_k} and top_p={top_p} need temperature > 0")
-        eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+        given = [] if eos_token_id is None else eos_token_id if _is_list(eos_token_id) else [eos_token_id]
+        eos: list[int] = list(given)
+        if not all(map(_is_int, eos)):
+            raise ValueError(f"eos_token_id={eos_token_id!r} must be an integer or a sequence of integers")
+        if pad_token_id is not None and not _is_int(pad_token_id):
+            raise ValueError(f"pad_token_id={pad_token_id!r} must be an integer")
         if len(eos) > MAX_EOS_TOKENS:
             raise ValueError(f"eos_token_id has {len(eos)} tokens, more than {MAX_EOS_TOKENS}")
-        if isinstance(seed, Sequence):
+        if _is_list(seed):
             if len(seed) != batch:
                 raise ValueError(f"seed has {len(seed)} values for {batch} rows")
             seeds, streams = list(seed), [0] * batch
         else:
             seeds, streams = [secrets.randbits(62) if seed is None else seed] * batch, list(range(batch))
-        if any(not isinstance(value, int) or not -(2**63) <= value < 2**63 for value in seeds):
+        if not all(_is_int(value) and -(2**63) <= value < 2**63 for value in seeds):
             raise ValueError(f"seed={seed!r} must be 64-bit integers")
         return Request(
             input_ids=input_ids,
@@ -153,10 +158,20 @@ class Request:
         )
 
 
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _align_left(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
     """Prompts moved to the left edge, [B, longest], and their lengths; places behind a prompt hold its last token."""
     if attention_mask is None:
         return input_ids, [input_ids.shape[1]] * input_ids.shape[0]
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; they must be alike"
@@ -191,6 +206,7 @@ class Generation:
         self.state: State | None = None
         self.replays: dict[tuple[Decoding, bool], Callable[[], None]] = {}
 
+    @torch.inference_mode(False)  # the buffers outlive the call, and may next be needed outside the mode
     @torch.no_grad()
     def run(self, request: Request) -> GenerationOutput:
         """Generate until every row has ended."""
@@ -274,7 +290,9 @@ class Generation:
         state.accepted_counts.zero_()
         state.read_share.zero_()
 
-    def _collect(self, state: State, request: Request, prefill_seconds: float, decode_seconds: float) -> GenerationOutput:
+    def _collect(
+        self, state: State, request: Request, prefill_seconds: float, decode_seconds: float
+    ) -> GenerationOutput:
         rows, width = request.input_ids.shape
         ends = (state.seq_lens[:rows] + 1).tolist()
         new = [end - length for end, length in zip(ends, request.lengths, strict=True)]

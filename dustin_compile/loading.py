@@ -1,4 +1,4 @@
-"""A pair of models from names or directories."""
+"""Models and tokenizers from names or directories."""
 
 from __future__ import annotations
 
@@ -24,32 +24,57 @@ class LoadedPair:
 def load_pair(
     target: str | Path, draft: str | Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> LoadedPair:
-    """Load a target and a draft.
+    """Load a target and a draft with their tokenizers; the arguments are those of `load_target` and `load_draft`.
+
+    Raises:
+        OSError: a model or the target's tokenizer is not there.
+        ValueError: the draft's checkpoint lacks weights.
+    """
+    target_model = load_target(target, device=device, dtype=dtype)
+    return LoadedPair(
+        target_model, load_draft(draft, target_model), AutoTokenizer.from_pretrained(target), find_tokenizer(draft)
+    )
+
+
+def load_target(
+    name: str | Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Load a causal LM.
 
     Args:
-        target, draft: Hugging Face names or directories. A draft whose checkpoint holds neither an embedding nor a
-            head shares the target's.
+        name: Hugging Face name or directory.
         device: None: the GPU if there is one, else the CPU.
         dtype: None: bfloat16 on a GPU, float32 on a CPU.
 
     Raises:
-        OSError: a model or the target's tokenizer is not there.
-        ValueError: the draft's checkpoint lacks other weights.
+        OSError: it is not there.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    target_model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device)
-    draft_model, report = AutoModelForCausalLM.from_pretrained(draft, dtype=dtype, output_loading_info=True)
-    draft_model.to(device)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+
+
+def load_draft(name: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+    """Load a draft to where its target is, in the target's dtype.
+
+    A checkpoint that holds neither an embedding nor a head shares the target's.
+
+    Raises:
+        OSError: it is not there.
+        ValueError: the checkpoint lacks other weights.
+    """
+    draft, report = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype, output_loading_info=True)
+    draft.to(target.device)
     if report["missing_keys"]:
         if set(report["missing_keys"]) != SHARED_WITH_TARGET:
-            raise ValueError(f"the checkpoint of {draft} lacks {', '.join(sorted(report['missing_keys']))}")
-        draft_model.model.embed_tokens.weight = target_model.get_input_embeddings().weight
-        draft_model.lm_head.weight = target_model.get_output_embeddings().weight
-    return LoadedPair(target_model, draft_model, AutoTokenizer.from_pretrained(target), _find_tokenizer(draft))
+            raise ValueError(f"the checkpoint of {name} lacks {', '.join(sorted(report['missing_keys']))}")
+        draft.model.embed_tokens.weight = target.get_input_embeddings().weight
+        draft.lm_head.weight = target.get_output_embeddings().weight
+    return draft
 
 
-def _find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that comes with a model, if one does."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):

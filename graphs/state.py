@@ -61,9 +61,7 @@ class State:
         return self.tokens.gather(1, self.seq_lens[:, None].long())
 
 
-def new_state(
-    target: CausalModel, draft: CausalModel, config: DustinConfig, batch: int, capacity: int
-) -> State:
+def new_state(target: CausalModel, draft: CausalModel, config: DustinConfig, batch: int, capacity: int) -> State:
     """Allocate the state of `batch` rows of `capacity` positions; every row is finished."""
     device = target.device
 
@@ -78,9 +76,7 @@ def new_state(
         finished=full(batch, value=True, dtype=torch.bool),
         eos_token_ids=full(MAX_EOS_TOKENS, value=-1, dtype=torch.int64),
         query=torch.zeros(batch, 1, len(target.heads), head_dim, dtype=target.dtype, device=device),
-        verification_set=VerificationSet(
-            indices=full(batch, config.budget), counts=full(batch), length=full(batch)
-        ),
+        verification_set=VerificationSet(indices=full(batch, config.budget), counts=full(batch), length=full(batch)),
         sampling=Sampling(
             temperature=full(value=1, dtype=torch.float32),
             top_k=full(value=target.vocab_size, dtype=torch.int64),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -10,10 +11,10 @@ from torch import Tensor
 from dustin_compile.adapter import CausalModel
 from dustin_compile.config import DustinConfig
 from dustin_compile.graphs.capture import compile_region
-from dustin_compile.graphs.draft import Proposal, propose
+from dustin_compile.graphs.draft import Choose, Proposal, propose
 from dustin_compile.graphs.state import State
 from dustin_compile.graphs.verify import score_and_choose, verify
-from dustin_compile.ops.accept import accept_greedy, accept_sampling, process_logits, sample, uniform
+from dustin_compile.ops.accept import accept_greedy, accept_sampling, greedy, process_logits, sample, uniform
 
 Decoding = Literal["greedy", "sampling", "truncated_sampling"]
 
@@ -28,12 +29,12 @@ class Step:
 
     def __init__(self, target: CausalModel, draft: CausalModel, config: DustinConfig):
         self.target, self.draft, self.config = target, draft, config
-        choose = {
+        choose: dict[Decoding, Choose] = {
             "greedy": choose_greedy,
             "sampling": choose_sampled,
             "truncated_sampling": choose_truncated,
         }
-        finish = {
+        finish: dict[Decoding, Callable[..., Any]] = {
             "greedy": accept_and_commit_greedy,
             "sampling": accept_and_commit_sampled,
             "truncated_sampling": accept_and_commit_truncated,
@@ -66,16 +67,16 @@ class Step:
 
 
 def choose_greedy(state: State, logits: Tensor, draw: Tensor | None) -> tuple[Tensor, None]:
-    return logits.argmax(-1), None
+    return greedy(logits), None
 
 
-def choose_sampled(state: State, logits: Tensor, draw: Tensor, truncate: bool = False) -> tuple[Tensor, Tensor]:
+def choose_sampled(state: State, logits: Tensor, draw: Tensor | None, truncate: bool = False) -> tuple[Tensor, Tensor]:
     sampling = state.sampling
     probs = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p, truncate)
-    return sample(probs, draw), probs
+    return sample(probs, cast(Tensor, draw)), probs
 
 
-def choose_truncated(state: State, logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+def choose_truncated(state: State, logits: Tensor, draw: Tensor | None) -> tuple[Tensor, Tensor]:
     return choose_sampled(state, logits, draw, truncate=True)
 
 
@@ -97,8 +98,9 @@ def accept_and_commit_sampled(
 ) -> None:
     sampling, gamma = state.sampling, proposal.tokens.shape[1]
     probs = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p, truncate)
+    draft_probs = cast(Tensor, proposal.probs)
     accepted, tokens = accept_sampling(
-        proposal.tokens, proposal.probs, probs, uniforms[:, gamma : 2 * gamma], uniforms[:, 2 * gamma]
+        proposal.tokens, draft_probs, probs, uniforms[:, gamma : 2 * gamma], uniforms[:, 2 * gamma]
     )
     commit(state, accepted, tokens, queries, sparse)
 

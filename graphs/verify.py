@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,9 @@ from dustin_compile.ops.select_tiered import select_tiered
 
 def choose_set(state: State, draft_scores: Tensor, target_scores: Tensor, length: Tensor, config: DustinConfig) -> None:
     """Write the verification set of a history of length[B] positions into the state."""
+    draft_share = cast(int, config.draft_share)  # the pair has resolved it
     indices, counts = select_tiered(
-        draft_scores, target_scores, length, config.budget, config.sinks, config.window, config.draft_share
+        draft_scores, target_scores, length, config.budget, config.sinks, config.window, draft_share
     )
     state.verification_set.indices.copy_(indices)
     state.verification_set.counts.copy_(counts)
@@ -30,9 +33,7 @@ def score_and_choose(
     choose_set(state, draft_scores, target_scores, state.seq_lens, config)
 
 
-def verify(
-    target: CausalModel, state: State, gamma: int, sparse: bool, lookback: int = 0
-) -> tuple[Tensor, Tensor]:
+def verify(target: CausalModel, state: State, gamma: int, sparse: bool, lookback: int = 0) -> tuple[Tensor, Tensor]:
     """One target pass over the pending token and the gamma proposals.
 
     Args:

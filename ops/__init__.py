@@ -1,1 +1,1 @@
-"""The ops of dustin_compile, one a file. Import them from their files: a function named like its module is not re-exported."""
+"""The ops, one a file. Import them from their files: re-exporting a function named like its module would shadow it."""

@@ -6,6 +6,21 @@ Plain torch functions without state, data-dependent shapes or reads of the devic
 import torch
 from torch import Tensor
 
+ARGMAX_CHUNKS = 64
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token, the first of equals; [..., V] to [...] int64.
+
+    It looks for the best chunk of the vocabulary first: on a GPU a row of argmax over all of it is one slow program.
+    """
+    vocab = logits.shape[-1]
+    width = -(-vocab // ARGMAX_CHUNKS)
+    padded = torch.nn.functional.pad(logits, (0, width * ARGMAX_CHUNKS - vocab), value=float("-inf"))
+    best, token = padded.unflatten(-1, (ARGMAX_CHUNKS, width)).max(-1)
+    chunk = best.argmax(-1, keepdim=True)
+    return (chunk * width + token.gather(-1, chunk))[..., 0]
+
 
 def accept_greedy(draft_tokens: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Accept the longest prefix of the draft that equals the target's greedy choice (DESIGN step 5).
@@ -19,7 +34,7 @@ def accept_greedy(draft_tokens: Tensor, target_logits: Tensor) -> tuple[Tensor, 
         tokens: [B, gamma + 1] int64, the target's choice at every slot. Entries up to `accepted` are the new tokens
             (below it they equal the draft's); later entries have no meaning.
     """
-    tokens = target_logits.argmax(-1)
+    tokens = greedy(target_logits)
     matches = (draft_tokens == tokens[:, :-1]).int()
     return matches.cumprod(1).sum(1, dtype=torch.int32), tokens
 
@@ -127,7 +142,7 @@ def accept_sampling(
 
     Returns:
         accepted: [B] int32, from 0 to gamma.
-        tokens: [B, gamma + 1] int64: the accepted draft tokens, then one from the target; later entries have no meaning.
+        tokens: [B, gamma + 1] int64: the accepted draft tokens, then one from the target; later entries mean nothing.
     """
     gamma = draft_tokens.shape[1]
     chosen = draft_tokens[..., None]

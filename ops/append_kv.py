@@ -14,7 +14,7 @@ def append_kv_reference(key_cache: Tensor, value_cache: Tensor, key: Tensor, val
     starts = start.tolist()
     for row, first in enumerate(starts):
         if first < 0 or first + tokens > capacity:
-            raise ValueError(f"start[{row}] = {first}: {tokens} tokens from there leave a cache of {capacity} positions")
+            raise ValueError(f"start[{row}] = {first}: {tokens} tokens from there do not fit in {capacity} positions")
     for row, first in enumerate(starts):
         key_cache[row, first : first + tokens] = key[row]
         value_cache[row, first : first + tokens] = value[row]

@@ -72,23 +72,20 @@ def attend_past_and_block(
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Programs that run at once; a few on CPU, so that interpreted tests split too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def choose_splits(programs: int, blocks: int, resident: int, out: Tensor) -> int:
+def choose_splits(programs: int, blocks: int, resident: int, out_elements: int, device: torch.device) -> int:
     """Over how many programs each of `programs` pieces of work, up to `blocks` blocks long, is split.
 
     The estimate is in blocks: waves of programs, each with a start that costs as much as two blocks, and the second
     kernel. Within 4% of the best, more splits win: they even out rows of different length, which shapes do not show.
     `resident` is how many programs share a multiprocessor.
     """
-    most = max(1, min(MAX_SPLITS, blocks, MAX_PARTIAL_ELEMENTS // max(1, out.numel())))
-    slots = multiprocessors(out.device) * resident
+    multiprocessors = 4  # so that interpreted tests split too
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    most = max(1, min(MAX_SPLITS, blocks, MAX_PARTIAL_ELEMENTS // max(1, out_elements)))
 
     def estimate(splits: int) -> int:
-        waves = triton.cdiv(programs * splits, slots)
+        waves = triton.cdiv(programs * splits, multiprocessors * resident)
         return waves * (triton.cdiv(blocks, splits) + 2) + (COMBINE_BLOCKS if splits > 1 else 0)
 
     best = min(map(estimate, range(1, most + 1)))
@@ -99,7 +96,7 @@ def choose_splits(programs: int, blocks: int, resident: int, out: Tensor) -> int
 def load_packed_queries(
     query, stride_batch, stride_token, stride_head, row, kv_head, tile, tokens,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of query rows [BLOCK_M, BLOCK_D] with each row's token and head; tokens past the last are padding."""
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = packed // GROUP
@@ -111,11 +108,9 @@ def load_packed_queries(
 
 
 @triton.jit
-def attend_block(
-    query, key, value, visible, acc, top, total, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):
+def attend_block(query, key, value, visible, acc, top, total, scale_log2, MASKED: tl.constexpr):
     """One step of the online softmax (base 2) over a block of keys and values [BLOCK_N, BLOCK_D]."""
-    logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale_log2
+    logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
     if MASKED:
         logits = tl.where(visible, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -125,7 +120,7 @@ def attend_block(
     weights = tl.exp2(logits - base[:, None])
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
     return acc, new_top, total
 
 
@@ -133,7 +128,7 @@ def attend_block(
 def store_packed_rows(
     out, partial, mass, acc, top, total, row, token, head, tokens, split, rows,
     QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
-):
+):  # fmt: skip
     """Normalise a tile and store it: as the output when WHOLE (there is one split), else as this split's partial."""
     dim = tl.arange(0, BLOCK_D)
     flat = (row.to(tl.int64) * tokens + token) * QUERY_HEADS + head

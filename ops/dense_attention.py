@@ -28,8 +28,7 @@ def dense_attention_reference(
     tokens = query.shape[1]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for row, first in enumerate(start.tolist()):
-        end = first + tokens
-        split = end if tokens == 1 else first  # a single query sees everything: no causal block
+        split, end = first + 1, first + tokens  # before the split, all that the first query and so every query sees
         key, value = key_cache[row], value_cache[row]
         past, block = (key[:split], value[:split]), (key[split:end], value[split:end])
         out[row] = attend_past_and_block(query[row], past, block, scale)
@@ -39,7 +38,7 @@ def dense_attention_reference(
 @triton.jit
 def _attend_positions(
     query, key, value, key_stride, value_stride, first, last, end, seen, acc, top, total, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the positions first..last-1 of one head; MASKED: row i sees positions < seen[i], none reaches end."""
     dim = tl.arange(0, BLOCK_D)
@@ -56,7 +55,7 @@ def _attend_positions(
             k = tl.load(key + offset * key_stride + dim[None, :])
             v = tl.load(value + offset * value_stride + dim[None, :])
         visible = position[None, :] < seen[:, None]
-        acc, top, total = attend_block(query, k, v, visible, acc, top, total, scale_log2, MASKED, PRECISION)
+        acc, top, total = attend_block(query, k, v, visible, acc, top, total, scale_log2, MASKED)
     return acc, top, total
 
 
@@ -67,14 +66,14 @@ def _dense_attention_kernel(
     value_stride_b, value_stride_n, value_stride_h,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    WHOLE: tl.constexpr, UNMASKED_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, UNMASKED_FIRST: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     row, kv_head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     q, token, head = load_packed_queries(
         query, query_stride_b, query_stride_t, query_stride_h, row, kv_head, tile, tokens,
         GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
-    )
+    )  # fmt: skip
     key = key_cache + row.to(tl.int64) * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     value = value_cache + row.to(tl.int64) * value_stride_b + kv_head.to(tl.int64) * value_stride_h
 
@@ -94,17 +93,17 @@ def _dense_attention_kernel(
         middle = first + tl.maximum(whole - first, 0) // BLOCK_N * BLOCK_N
         acc, top, total = _attend_positions(
             q, key, value, key_stride_n, value_stride_n, first, middle, end, seen, acc, top, total, scale_log2,
-            HEAD_DIM, BLOCK_N, BLOCK_D, False, PRECISION,
-        )
+            HEAD_DIM, BLOCK_N, BLOCK_D, False,
+        )  # fmt: skip
         first = middle
     acc, top, total = _attend_positions(
         q, key, value, key_stride_n, value_stride_n, first, last, end, seen, acc, top, total, scale_log2,
-        HEAD_DIM, BLOCK_N, BLOCK_D, True, PRECISION,
-    )
+        HEAD_DIM, BLOCK_N, BLOCK_D, True,
+    )  # fmt: skip
     store_packed_rows(
         out, partial, mass, acc, top, total, row, token, head, tokens, split, rows,
         KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, WHOLE,
-    )
+    )  # fmt: skip
 
 
 def _launch(query_rows: int, block_d: int, dtype: torch.dtype) -> Launch:
@@ -129,15 +128,15 @@ def dense_attention_triton(
     block_d = max(16, triton.next_power_of_2(head_dim))
     launch = _launch(tokens * group, block_d, query.dtype)
     tiles = triton.cdiv(tokens * group, launch.block_m)
-    splits = choose_splits(tiles * batch * kv_heads, triton.cdiv(capacity, launch.block_n), launch.resident, out)
+    blocks = triton.cdiv(capacity, launch.block_n)
+    splits = choose_splits(tiles * batch * kv_heads, blocks, launch.resident, out.numel(), out.device)
     partial = torch.empty(splits if splits > 1 else 0, rows, head_dim, dtype=torch.float32, device=query.device)
     mass = torch.empty(partial.shape[:2], dtype=torch.float32, device=query.device)
     _dense_attention_kernel[(tiles, batch * kv_heads, splits)](
         query, key_cache, value_cache, start, out, partial, mass, scale * LOG2_E, tokens, rows, splits,
         *query.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3],
         kv_heads, group, head_dim, launch.block_m, launch.block_n, block_d,
-        splits == 1, tiles > 1, "ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=launch.warps, num_stages=launch.stages,
+        splits == 1, tiles > 1, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, mass, out)

@@ -44,7 +44,7 @@ def _score_tile_kernel(
     query_stride_b, query_stride_t, query_stride_h,
     key_stride_layer, key_stride_b, key_stride_n, key_stride_h,
     HEADS: tl.constexpr, MAX_COUNT: tl.constexpr, ROW_TILES: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Base-2 logits of a tile of positions, stored as offsets from the tile's top, with its sum of exponentials."""
     tile, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -70,7 +70,7 @@ def _score_tile_kernel(
     k = tl.load(
         key_base + position.to(tl.int64)[:, None] * key_stride_n + dim[None, :], mask=valid[:, None] & in_dim, other=0.0
     )
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     logits = tl.where(valid[None, :], logits, float("-inf"))
     top = tl.max(logits, 1)
     logits -= top[:, None]
@@ -114,7 +114,8 @@ def _score_mean_kernel(
             query_row = chunk + tl.arange(0, ROW_CHUNK)
             used = query_row < query_rows
             flat = row * query_rows + query_row
-            shift = tl.load(tops + flat * tiles + tile, mask=used, other=0.0) - tl.load(masses + flat, mask=used, other=0.0)
+            top = tl.load(tops + flat * tiles + tile, mask=used, other=0.0)
+            shift = top - tl.load(masses + flat, mask=used, other=0.0)
             offset = tl.load(
                 offsets + flat[:, None] * (tiles * BLOCK_N) + position[None, :],
                 mask=used[:, None] & (position < length)[None, :], other=float("-inf"),
@@ -139,7 +140,7 @@ def score_heads_triton(
         block_n = min(256, 2**14 // block_d) if block_m < 64 else 128
     row_tiles, tiles = triton.cdiv(tokens * max_count, block_m), triton.cdiv(capacity, block_n)
     out = torch.empty(batch, capacity, dtype=torch.float32, device=query.device)
-    # As a base-2 logit below its tile's top, half precision keeps the largest scores best, and none underflows.
+    # As base-2 logits below the tile's top: in half precision the largest are the most exact, and none underflows.
     offsets = torch.empty(
         batch, query_rows, tiles * block_n, dtype=torch.float32 if exact else torch.float16, device=query.device
     )
@@ -149,7 +150,7 @@ def score_heads_triton(
     _score_tile_kernel[(tiles, groups.shape[0] * row_tiles, batch)](
         query, key_cache, groups, seq_lens, offsets, tops, totals, scale * LOG2_E, tokens, tiles,
         *query.stride()[:3], *key_cache.stride()[:4], heads, max_count, row_tiles, head_dim, block_m, block_n, block_d,
-        "ieee" if exact else "tf32", num_warps=8 if block_n * block_m >= 8192 else 4,
+        num_warps=8 if block_n * block_m >= 8192 else 4,
     )  # fmt: skip
     _score_mass_kernel[(query_rows, batch)](
         tops, totals, seq_lens, masses, query_rows, tiles, block_n, triton.next_power_of_2(tiles), num_warps=1

@@ -33,24 +33,23 @@ def sparse_attention_reference(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lengths = zip(counts.tolist(), tail_start.tolist(), start.tolist(), strict=True)
     for row, (count, tail, first) in enumerate(lengths):
-        end = first + tokens
-        split = max(tail, end if tokens == 1 else first)  # where the causal block begins; a single query needs none
+        split, end = max(tail, first + 1), first + tokens  # before the split, what every query sees
         key, value = key_cache[row], value_cache[row]
-        chosen = indices[row, :count]
-        past_key, past_value = (torch.cat((x.index_select(0, chosen), x[tail : min(split, end)])) for x in (key, value))
-        block = (key[split:end], value[split:end])
-        out[row] = attend_past_and_block(query[row], (past_key, past_value), block, scale)
+        past = torch.cat((indices[row, :count], torch.arange(tail, split, dtype=torch.int32, device=indices.device)))
+        gathered = key.index_select(0, past), value.index_select(0, past)
+        out[row] = attend_past_and_block(query[row], gathered, (key[split:end], value[split:end]), scale)
     return out
 
 
 @triton.jit
 def _sparse_attention_kernel(
-    query, key_cache, value_cache, indices, counts, tail_start, start, out, partial, mass, scale_log2, tokens, rows,
-    splits, budget, query_stride_b, query_stride_t, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
+    query, key_cache, value_cache, indices, counts, tail_start, start, out, partial, mass, scale_log2,
+    tokens, rows, splits, budget,
+    query_stride_b, query_stride_t, query_stride_h, key_stride_b, key_stride_n, key_stride_h,
     value_stride_b, value_stride_n, value_stride_h, indices_stride_b, indices_stride_k,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     row, kv_head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -64,7 +63,8 @@ def _sparse_attention_kernel(
 
     # The last TAIL positions are one small block of their own, loaded ahead and read by the first split. What is left
     # is numbered in slots: 0 .. count-1 are the chosen positions, those after them the rest of a longer tail.
-    count, tail, length = tl.load(counts + row), tl.load(tail_start + row), tl.load(start + row)
+    count = tl.minimum(tl.load(counts + row), budget)
+    tail, length = tl.load(tail_start + row), tl.load(start + row)
     end = length + tokens
     dim = tl.arange(0, BLOCK_D)
     in_dim = (dim < HEAD_DIM)[None, :]
@@ -85,17 +85,15 @@ def _sparse_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     for block in range(first, last, BLOCK_N):
         slot = block + tl.arange(0, BLOCK_N)
-        chosen = tl.load(index + slot.to(tl.int64) * indices_stride_k, mask=slot < tl.minimum(count, budget), other=0)
+        chosen = tl.load(index + slot.to(tl.int64) * indices_stride_k, mask=slot < count, other=0)
         position = tl.where(slot < count, chosen, tail + slot - count).to(tl.int64)[:, None]
         mask = (slot < slots)[:, None] & in_dim
         k = tl.load(key + position * key_stride_n + dim[None, :], mask=mask, other=0.0)
         v = tl.load(value + position * value_stride_n + dim[None, :], mask=mask, other=0.0)
         visible = slot[None, :] < seen[:, None]
-        acc, top, total = attend_block(q, k, v, visible, acc, top, total, scale_log2, True, PRECISION)
+        acc, top, total = attend_block(q, k, v, visible, acc, top, total, scale_log2, True)
     visible = tail_valid[None, :] & (tail_position[None, :] <= (length + token)[:, None])
-    acc, top, total = attend_block(
-        q, tail_key, tail_value, visible, acc, top, total, scale_log2, True, PRECISION
-    )
+    acc, top, total = attend_block(q, tail_key, tail_value, visible, acc, top, total, scale_log2, True)
     store_packed_rows(
         out, partial, mass, acc, top, total, row, token, head, tokens, split, rows,
         KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, WHOLE,
@@ -123,14 +121,16 @@ def sparse_attention_triton(
     block_d = max(16, triton.next_power_of_2(head_dim))
     launch = _launch(tokens * group, block_d, query.dtype)
     tiles = triton.cdiv(tokens * group, launch.block_m)
-    splits = choose_splits(tiles * batch * kv_heads, triton.cdiv(budget, launch.block_n), launch.resident, out)
+    blocks = triton.cdiv(budget, launch.block_n)
+    splits = choose_splits(tiles * batch * kv_heads, blocks, launch.resident, out.numel(), out.device)
     partial = torch.empty(splits if splits > 1 else 0, rows, head_dim, dtype=torch.float32, device=query.device)
     mass = torch.empty(partial.shape[:2], dtype=torch.float32, device=query.device)
     _sparse_attention_kernel[(tiles, batch * kv_heads, splits)](
-        query, key_cache, value_cache, indices, counts, tail_start, start, out, partial, mass, scale * LOG2_E, tokens,
-        rows, splits, budget, *query.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3], *indices.stride(),
+        query, key_cache, value_cache, indices, counts, tail_start, start, out, partial, mass, scale * LOG2_E,
+        tokens, rows, splits, budget,
+        *query.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3], *indices.stride(),
         kv_heads, group, head_dim, launch.block_m, launch.block_n, block_d, TAIL, splits == 1,
-        "ieee" if query.dtype == torch.float32 else "tf32", num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, mass, out)

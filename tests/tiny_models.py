@@ -1,8 +1,11 @@
-"""Tiny random models of the supported families, and prompts for them."""
+"""Tiny random models of the supported families, pairs of them, and prompts for them."""
 
 from __future__ import annotations
 
+import copy
+
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -11,6 +14,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from dustin_compile import CompiledPair, DustinConfig, compile_pair
+from dustin_compile.profile import default_profile
 
 SHAPE = {
     "vocab_size": 96,
@@ -75,3 +81,39 @@ def random_prompts(lengths: list[int], vocab_size: int = 96, seed: int = 1, side
         input_ids[row, columns] = torch.randint(0, vocab_size, (length,), generator=generator)
         mask[row, columns] = 1
     return input_ids, mask
+
+
+def compile_tiny(target: PreTrainedModel, draft: PreTrainedModel, **changes) -> CompiledPair:
+    """An eager pair whose budget is small enough that something is left out; changes override its settings."""
+    settings = {"budget": 32, "sinks": 2, "window": 8, "compile": False, **changes}
+    config = DustinConfig(**settings)
+    return compile_pair(target, draft, config=config, profile=default_profile(target.config, draft.config, config))
+
+
+def greedy(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, max_new_tokens: int, **kwargs) -> Tensor:
+    """What transformers itself generates greedily."""
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    kwargs = {"pad_token_id": 0, **kwargs}
+    return model.generate(input_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **kwargs)
+
+
+@torch.no_grad()
+def check_first_divergences(
+    model: PreTrainedModel, input_ids: Tensor, mask: Tensor, first: Tensor, second: Tensor
+) -> None:
+    """Two greedy continuations [B, new] may part only where rounding can decide between the model's top tokens.
+
+    The logits' error in the model's dtype is measured against fp32; two of them that are closer than twice that may
+    change places.
+    """
+    exact = copy.deepcopy(model).float()
+    for row in (first != second).any(1).nonzero().flatten().tolist():
+        place = int((first[row] != second[row]).nonzero()[0])
+        text = torch.cat((input_ids[row][mask[row].bool()], first[row, :place]))[None]
+        rounded, logits = (m(text).logits[0, -1].float() for m in (model, exact))
+        chosen = logits[torch.stack((first[row, place], second[row, place]))]
+        rounding = (rounded - logits).abs().max()
+        assert logits.max() - chosen.min() <= 2 * rounding, (
+            f"row {row} diverges at new token {place}: logits {chosen.tolist()}, rounding {rounding:.3g}"
+        )

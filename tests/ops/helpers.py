@@ -1,5 +1,6 @@
 """What the op tests share: one error metric, fp64 references, and ways to lay a cache out in memory."""
 
+import math
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (FP32, FP16, BF16)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 HEADS = ((9, 3), (28, 4), (8, 1), (4, 4))  # query heads, key/value heads
+INTERPRETED_LAYOUTS = ((FP32, "contiguous"), (FP32, "heads_first"), (FP16, "sliced"))
+HEADS_AND_DIMS = tuple(zip((*HEADS, (64, 8)), HEAD_DIMS, strict=True))  # each kernel variant compiles for seconds
 TOLERANCE = {FP32: 1e-5, FP16: 1e-3, BF16: 5e-3}
 INTERPRETED = (FP32, FP16)  # Triton's interpreter multiplies bf16 wrongly, without an error
 GARBAGE = (1e4, float("nan"))
@@ -31,6 +34,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert actual.shape == expected.shape
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     error, size = (actual - expected).norm().item(), expected.norm().item()
+    assert math.isfinite(size)
     assert error <= tolerance * size, f"relative error {error / size if size else error:.3g} > {tolerance:.3g}"
 
 
@@ -50,7 +54,13 @@ def queries(batch: int, tokens: int, heads: int, dim: int, dtype: torch.dtype = 
 
 
 def cache(
-    batch: int, capacity: int, heads: int, dim: int, dtype: torch.dtype = FP32, layout: str = "contiguous", seed: int = 1
+    batch: int,
+    capacity: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype = FP32,
+    layout: str = "contiguous",
+    seed: int = 1,
 ) -> Tensor:
     """[B, N, Hkv, D] random, in one of LAYOUTS."""
     content = randn(batch, capacity, heads, dim, dtype=dtype, seed=seed)

@@ -8,7 +8,8 @@ from helpers import (
     GARBAGE,
     HEAD_DIMS,
     HEADS,
-    INTERPRETED,
+    HEADS_AND_DIMS,
+    INTERPRETED_LAYOUTS,
     LAYOUTS,
     TOLERANCE,
     assert_close,
@@ -53,9 +54,9 @@ def check(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 4])
 def test_reference(dtype: torch.dtype, dim: int, heads: tuple[int, int], tokens: int) -> None:
-    check(dense_attention_reference, dtype, heads, dim, tokens, ints(0, 1, 33, 150))
+    check(dense_attention_reference, dtype, heads, dim, tokens, ints(0, 1, 90))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,18 +65,16 @@ def test_reference_of_strided_caches_and_long_blocks(layout: str, tokens: int) -
     check(dense_attention_reference, FP32, (9, 3), 64, tokens, ints(0, 1, 33), layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize(("dtype", "layout"), INTERPRETED_LAYOUTS)
 @pytest.mark.parametrize(("heads", "dim"), [((9, 3), 64), ((8, 1), 96), ((4, 4), 16)])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_kernel(dtype: torch.dtype, heads: tuple[int, int], dim: int, tokens: int, layout: str) -> None:
     check(dense_attention_triton, dtype, heads, dim, tokens, ints(0, 31, 140), layout)
 
 
-@pytest.mark.parametrize("dtype", INTERPRETED)
-@pytest.mark.parametrize(("tokens", "start"), [(40, (0, 90)), (40, (300, 0))])
-def test_kernel_of_several_query_tiles(dtype: torch.dtype, tokens: int, start: tuple[int, ...]) -> None:
-    check(dense_attention_triton, dtype, (4, 1), 64, tokens, ints(*start))
+@pytest.mark.parametrize(("dtype", "start"), [(FP32, (0, 90)), (FP16, (300, 0))])
+def test_kernel_of_several_query_tiles(dtype: torch.dtype, start: tuple[int, ...]) -> None:
+    check(dense_attention_triton, dtype, (4, 1), 64, 40, ints(*start))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7])
@@ -86,29 +85,28 @@ def test_kernel_of_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyP
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("tokens", [1, 5, 9])
-def test_kernel_on_cuda(dtype: torch.dtype, dim: int, heads: tuple[int, int], tokens: int) -> None:
+@pytest.mark.parametrize(("heads", "dim"), HEADS_AND_DIMS)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_kernel_on_cuda(dtype: torch.dtype, heads: tuple[int, int], dim: int, tokens: int) -> None:
     check(dense_attention, dtype, heads, dim, tokens, ints(0, 1, 127, 5000), "sliced")
 
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("tokens", [63, 512])
-def test_prefill_kernel_on_cuda(dtype: torch.dtype, dim: int, tokens: int) -> None:
-    check(dense_attention, dtype, (14, 2), dim, tokens, ints(0, 1, 1500))
+@pytest.mark.parametrize(("heads", "dim"), HEADS_AND_DIMS)
+def test_prefill_kernel_on_cuda(dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
+    for tokens in (63, 512):
+        check(dense_attention, dtype, heads, dim, tokens, ints(0, 1, 1500))
 
 
 @gpu
 @pytest.mark.parametrize("batch", [1, 3, 16])
-@pytest.mark.parametrize("room", [0, 100_000])
+@pytest.mark.parametrize("room", [0, 20_000])
 def test_splits_on_cuda(batch: int, room: int) -> None:
-    check(dense_attention, BF16, (28, 4), 128, 5, ints(*range(0, 4000 * batch, 4000)), room=room)
+    check(dense_attention, BF16, (7, 1), 128, 5, ints(*range(0, 500 * batch, 500)), room=room)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=3), st.integers(1, 40), st.sampled_from(HEADS),
     st.sampled_from([16, 64, 80]), st.sampled_from(DTYPES),
@@ -192,7 +190,11 @@ def test_eager_and_compiled() -> None:
     [
         ({"query": queries(2, 3, 5, 16)}, ValueError, "query must have a multiple of the cache's 2 heads, got 5"),
         ({"query": queries(2, 3, 4, 32)}, ValueError, r"key_cache must have shape \[2, any, any, 32\], got"),
-        ({"query": queries(2, 3, 4, 16)[0]}, ValueError, r"query must have shape \[any, any, any, any\], got \[3, 4, 16\]"),
+        (
+            {"query": queries(2, 3, 4, 16)[0]},
+            ValueError,
+            r"query must have shape \[any, any, any, any\], got \[3, 4, 16\]",
+        ),
         ({"query": queries(2, 3, 4, 16).half()}, TypeError, "key_cache must be torch.float16, got torch.float32"),
         ({"query": queries(2, 3, 4, 16).double()}, TypeError, "query must be .* got torch.float64"),
         ({"value_cache": cache(2, 9, 2, 16)}, ValueError, "value_cache must have shape"),

@@ -9,7 +9,8 @@ from helpers import (
     GARBAGE,
     HEAD_DIMS,
     HEADS,
-    INTERPRETED,
+    HEADS_AND_DIMS,
+    INTERPRETED_LAYOUTS,
     LAYOUTS,
     TOLERANCE,
     assert_close,
@@ -78,7 +79,7 @@ def check(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 4])
 def test_reference(dtype: torch.dtype, dim: int, heads: tuple[int, int], tokens: int) -> None:
     check(sparse_attention_reference, dtype, heads, dim, tokens, ROWS)
 
@@ -88,8 +89,7 @@ def test_reference_of_strided_caches(layout: str) -> None:
     check(sparse_attention_reference, FP32, (9, 3), 64, 5, ROWS, layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize(("dtype", "layout"), INTERPRETED_LAYOUTS)
 @pytest.mark.parametrize(("heads", "dim"), [((3, 1), 64), ((8, 1), 96), ((2, 2), 16)])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_kernel(dtype: torch.dtype, heads: tuple[int, int], dim: int, tokens: int, layout: str) -> None:
@@ -109,11 +109,12 @@ def test_kernel_of_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyP
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("tokens", [1, 5, 9])
-def test_kernel_on_cuda(dtype: torch.dtype, dim: int, heads: tuple[int, int], tokens: int) -> None:
-    check(sparse_attention, dtype, heads, dim, tokens, (*ROWS, (512, 6000, 6000), (511, 800, 812)), "sliced", budget=512)
+@pytest.mark.parametrize(("heads", "dim"), HEADS_AND_DIMS)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_kernel_on_cuda(dtype: torch.dtype, heads: tuple[int, int], dim: int, tokens: int) -> None:
+    check(
+        sparse_attention, dtype, heads, dim, tokens, (*ROWS, (512, 6000, 6000), (511, 800, 812)), "sliced", budget=512
+    )
 
 
 @gpu
@@ -137,7 +138,7 @@ def test_nothing_to_see_gives_zero(function) -> None:
     assert function(query[:, :1], key, value, *arguments, 0.25).eq(0).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 12), st.sampled_from(HEADS), st.sampled_from([16, 80]), st.integers(0, 20))
 def test_budget_of_the_whole_length_is_dense(
     length: int, tokens: int, heads: tuple[int, int], dim: int, spare: int
@@ -151,14 +152,16 @@ def test_budget_of_the_whole_length_is_dense(
     assert_close(actual, dense_attention_reference(query, key, value, start, dim**-0.5), TOLERANCE[FP32])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_reference_of_any_set(data: st.DataObject) -> None:
     """Sparse over I = dense masked to I, in fp64."""
     rows = []
     for _ in range(data.draw(st.integers(1, 3), "rows")):
         tail = data.draw(st.integers(0, 120), "tail_start")
-        rows.append((data.draw(st.integers(0, min(tail, 64)), "count"), tail, tail + data.draw(st.integers(0, 30), "grown")))
+        rows.append(
+            (data.draw(st.integers(0, min(tail, 64)), "count"), tail, tail + data.draw(st.integers(0, 30), "grown"))
+        )
     dtype, heads = data.draw(st.sampled_from(DTYPES), "dtype"), data.draw(st.sampled_from(HEADS), "heads")
     check(sparse_attention_reference, dtype, heads, 16, data.draw(st.integers(1, 12), "tokens"), tuple(rows), budget=64)
 
@@ -202,7 +205,12 @@ def test_offsets_past_2_31(function, far: int) -> None:
     """Trap 25: position 2 once as a chosen one, once in the tail."""
     key, value = far_apart((3, 4, 3, 16), far), far_apart((3, 4, 3, 16), far)
     query = queries(3, 1, 3, 16, FP16)
-    arguments = torch.tensor([[0, 2]] * 3, dtype=torch.int32, device=DEVICE), ints(2, 1, 2), ints(3, 1, 3), ints(3, 2, 3)
+    arguments = (
+        torch.tensor([[0, 2]] * 3, dtype=torch.int32, device=DEVICE),
+        ints(2, 1, 2),
+        ints(3, 1, 3),
+        ints(3, 2, 3),
+    )
     expected = exact_attention(query, key, value, visible_positions(*arguments, 1, 4), 0.25)
     assert_close(function(query, key, value, *arguments, 0.25), expected, TOLERANCE[FP16])
 
