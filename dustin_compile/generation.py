@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, TypeGuard
 
 import torch
@@ -19,6 +20,8 @@ from dustin_compile.graphs.state import MAX_EOS_TOKENS, State, new_state
 from dustin_compile.graphs.step import Decoding, Step
 
 CAPACITY_MULTIPLE = 1024
+TOKEN_LIMIT = 2**31  # ids fit in int32
+MIN_TEMPERATURE = 1e-5  # below, logits over temperature leave fp32's range
 
 
 @dataclass(frozen=True)
@@ -119,20 +122,21 @@ class Request:
                 f"max_new_tokens={max_new_tokens} with a prompt of {max(lengths)} tokens exceeds the "
                 f"{max_length} positions that target and draft both have"
             )
-        if not isinstance(temperature, int | float) or not temperature >= 0:
-            raise ValueError(f"temperature={temperature!r} must be 0 (greedy) or positive")
+        if not isinstance(temperature, int | float) or not (temperature == 0 or MIN_TEMPERATURE <= temperature < inf):
+            raise ValueError(f"temperature={temperature!r} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if top_k is not None and (not _is_int(top_k) or top_k < 1):
             raise ValueError(f"top_k={top_k!r} must be an integer of at least 1, or None")
         if top_p is not None and (not isinstance(top_p, int | float) or not 0 < top_p <= 1):
             raise ValueError(f"top_p={top_p!r} must be in (0, 1], or None")
         if temperature == 0 and not (top_k is None and top_p is None):
             raise ValueError(f"top_k={top_k} and top_p={top_p} need temperature > 0")
-        given = [] if eos_token_id is None else eos_token_id if _is_list(eos_token_id) else [eos_token_id]
-        eos: list[int] = list(given)
-        if not all(map(_is_int, eos)):
-            raise ValueError(f"eos_token_id={eos_token_id!r} must be an integer or a sequence of integers")
-        if pad_token_id is not None and not _is_int(pad_token_id):
-            raise ValueError(f"pad_token_id={pad_token_id!r} must be an integer")
+        eos: list = [] if eos_token_id is None else [eos_token_id]
+        if _is_list(eos_token_id):
+            eos = list(eos_token_id)
+        if not all(_is_int(token) and -TOKEN_LIMIT <= token < TOKEN_LIMIT for token in eos):
+            raise ValueError(f"eos_token_id={eos_token_id!r} must be a token id or a sequence of them")
+        if pad_token_id is not None and not (_is_int(pad_token_id) and -TOKEN_LIMIT <= pad_token_id < TOKEN_LIMIT):
+            raise ValueError(f"pad_token_id={pad_token_id!r} must be a token id")
         if len(eos) > MAX_EOS_TOKENS:
             raise ValueError(f"eos_token_id has {len(eos)} tokens, more than {MAX_EOS_TOKENS}")
         if _is_list(seed):
@@ -235,7 +239,7 @@ class Generation:
         prompt_end = -(-longest // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
         block = config.gamma + 1
         # A finished row proposes behind its end, and a refresh may start at 0 in a row shorter than its lookback.
-        needed = max(prompt_end, longest + request.max_new_tokens + block, config.refresh_every * block + block)
+        needed = max(prompt_end, longest + request.max_new_tokens + block, config.refresh_every * block)
         if self.state is None or self.state.batch != batch or self.state.capacity < needed:
             self.state = None  # let go of the old buffers first
             self.replays.clear()
@@ -284,7 +288,7 @@ class Generation:
         fill(state.sampling.seed, request.seeds + [0] * extra)
         fill(state.sampling.stream, request.streams + [0] * extra)
         state.sampling.temperature.fill_(request.temperature or 1.0)
-        state.sampling.top_k.fill_(request.top_k or self.target.vocab_size)
+        state.sampling.top_k.fill_(min(request.top_k or self.target.vocab_size, self.target.vocab_size))
         state.sampling.top_p.fill_(request.top_p or 1.0)
         state.step.zero_()
         state.accepted_counts.zero_()

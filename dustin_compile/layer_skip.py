@@ -25,8 +25,10 @@ def layer_skip(target: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
         ValueError: keep is empty, not ascending, or names a layer that does not exist.
     """
     layers = target.config.num_hidden_layers
-    if not keep or sorted(set(keep)) != list(keep) or not 0 <= keep[0] <= keep[-1] < layers:
-        raise ValueError(f"keep={list(keep)} must be ascending layer indices of the target, 0 to {layers - 1}")
+    indices = list(keep) if isinstance(keep, Sequence) else []
+    valid = all(isinstance(index, int) and 0 <= index < layers for index in indices)
+    if not indices or not valid or sorted(set(indices)) != indices:
+        raise ValueError(f"keep={keep!r} must be ascending layer indices of the target, 0 to {layers - 1}")
     draft = share_structure(target)
     draft.config = copy.deepcopy(target.config)
     draft.config.num_hidden_layers = draft.model.config.num_hidden_layers = len(keep)

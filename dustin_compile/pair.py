@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,6 +28,7 @@ class CompiledPair:
         max_length: tokens that a row may have, prompt included.
     """
 
+    @torch.inference_mode(False)  # merged weights outlive the caller's mode
     def __init__(
         self, target: PreTrainedModel, draft: PreTrainedModel, config: DustinConfig, profile: Profile, vocab_size: int
     ):

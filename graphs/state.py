@@ -69,8 +69,10 @@ def new_state(target: CausalModel, draft: CausalModel, config: DustinConfig, bat
         return torch.full(shape, value, dtype=dtype, device=device)
 
     head_dim = target.layers[0].self_attn.head_dim
+    tokens = full(batch, capacity, dtype=torch.int64)
+    torch._dynamo.mark_dynamic(tokens, 1)  # as in the caches, so that a larger capacity compiles nothing anew
     return State(
-        tokens=full(batch, capacity, dtype=torch.int64),
+        tokens=tokens,
         seq_lens=full(batch, value=1),
         limits=full(batch),
         finished=full(batch, value=True, dtype=torch.bool),

@@ -61,7 +61,7 @@ class Step:
         if sparse_draft or config.verify == "sparse":
             score_and_choose(self.target, self.draft, state, proposal.queries, config)
         sparse = config.verify == "sparse" and not refresh
-        lookback = config.refresh_every * (gamma + 1) if refresh else 0
+        lookback = (config.refresh_every - 1) * (gamma + 1) if refresh else 0
         logits, queries = verify(self.target, state, gamma, sparse, lookback)
         self.finish[decoding](state, proposal, logits, queries, uniforms, sparse)
 

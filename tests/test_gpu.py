@@ -110,7 +110,7 @@ def test_smol_dense_equals_transformers(load_smol, dtype):
     lengths, new = [31, 120, 77, 200], 32
     text = smol.passage(pair.tokenizer, 1000)[0]
     passages = [pair.tokenizer.decode(text[200 * row : 200 * row + length]) for row, length in enumerate(lengths)]
-    pair.tokenizer.padding_side = "left"
+    pair.tokenizer.padding_side, pair.tokenizer.pad_token = "left", pair.tokenizer.eos_token
     prompts = pair.tokenizer(passages, return_tensors="pt", padding=True).to("cuda")
     width = prompts.input_ids.shape[1]
     dense = compile_tiny(pair.target, pair.draft, verify="dense", compile=True)

@@ -22,7 +22,7 @@ def prompts(pair):
     """Four prompts of different lengths, padded on the left by the tokenizer."""
     text = smol.passage(pair.tokenizer, 400)[0]
     passages = [pair.tokenizer.decode(text[100 * row : 100 * row + length]) for row, length in enumerate(LENGTHS)]
-    pair.tokenizer.padding_side = "left"
+    pair.tokenizer.padding_side, pair.tokenizer.pad_token = "left", pair.tokenizer.eos_token
     return pair.tokenizer(passages, return_tensors="pt", padding=True)
 
 
