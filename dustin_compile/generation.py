@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 from typing import Literal, TypeGuard
@@ -214,6 +215,12 @@ class Generation:
     @torch.no_grad()
     def run(self, request: Request) -> GenerationOutput:
         """Generate until every row has ended."""
+        device = self.target.device
+        # Streams and graphs belong to the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._run(request)
+
+    def _run(self, request: Request) -> GenerationOutput:
         state = self._prepare(request)
         refresh_every = self.config.refresh_every
         step = self._ready_step(state, request.decoding, refresh=False)
