@@ -44,7 +44,7 @@ def select_tiered_reference(
 @triton.jit
 def _highest(key, count):
     """Mask of the `count` highest of the keys >= 0; of equal ones the first."""
-    threshold = tl.sum(key, 0) * 0  # the largest number that at least `count` keys reach, found bit by bit
+    threshold = tl.max(key, 0) * 0  # the largest number that at least `count` keys reach, found bit by bit
     bit = tl.where(tl.sum((key >= 0).to(tl.int32), 0) <= count, -1, 30)
     while bit >= 0:
         candidate = threshold | (1 << bit)
