@@ -134,9 +134,9 @@ class Request:
         eos: list = [] if eos_token_id is None else [eos_token_id]
         if _is_list(eos_token_id):
             eos = list(eos_token_id)
-        if not all(_is_int(token) and -TOKEN_LIMIT <= token < TOKEN_LIMIT for token in eos):
+        if not all(map(_is_token, eos)):
             raise ValueError(f"eos_token_id={eos_token_id!r} must be a token id or a sequence of them")
-        if pad_token_id is not None and not (_is_int(pad_token_id) and -TOKEN_LIMIT <= pad_token_id < TOKEN_LIMIT):
+        if pad_token_id is not None and not _is_token(pad_token_id):
             raise ValueError(f"pad_token_id={pad_token_id!r} must be a token id")
         if len(eos) > MAX_EOS_TOKENS:
             raise ValueError(f"eos_token_id has {len(eos)} tokens, more than {MAX_EOS_TOKENS}")
@@ -165,6 +165,10 @@ class Request:
 
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_token(value: object) -> TypeGuard[int]:
+    return _is_int(value) and -TOKEN_LIMIT <= value < TOKEN_LIMIT
 
 
 def _is_list(value: object) -> TypeGuard[Sequence]:

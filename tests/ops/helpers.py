@@ -22,11 +22,7 @@ INTERPRETED = (FP32, FP16)  # Triton's interpreter multiplies bf16 wrongly, with
 GARBAGE = (1e4, float("nan"))
 MAP_NORESERVE = 0x4000  # Linux's; Python names it from 3.13 on
 LAYOUTS = ("contiguous", "heads_first", "sliced")
-
-
-def gpu(test: Callable[..., Any]) -> Callable[..., Any]:
-    """A test that needs a CUDA device."""
-    return pytest.mark.gpu(pytest.mark.skipif(not CUDA, reason="needs a CUDA device")(test))
+gpu = pytest.mark.gpu  # tests/conftest.py skips these without a CUDA device
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
