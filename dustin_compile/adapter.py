@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -40,25 +42,27 @@ class VerificationSet:
     length: Tensor
 
 
-class LayerCache(Cache):
-    """What a transformers layer takes for its cache: writes the new K/V into our buffers and returns these whole."""
+class PassingCache(Cache):
+    """What a transformers layer takes for its cache. New keys and values pass through it: `attend_cached` keeps them."""
 
     is_compileable = True
 
-    def __init__(self, key: Tensor, value: Tensor, start: Tensor):
+    def __init__(self):
         # Cache.__init__ would build per-layer objects of its own, so it is left out.
         self.layers: list = []
-        self.key, self.value, self.start = key, value, start
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        append_kv(self.key, self.value, key_states.transpose(1, 2), value_states.transpose(1, 2), self.start)
-        return self.key, self.value
+        return key_states, value_states
 
 
 @dataclass
 class Attend:
-    """Carries one layer's attention call through transformers: what may be read, and the query that was used."""
+    """Carries one layer's attention call through transformers: its caches, what may be read, the query that was used."""
 
+    key_cache: Tensor
+    value_cache: Tensor
+    cos: Tensor
+    sin: Tensor
     start: Tensor
     verification_set: VerificationSet | None
     query: Tensor | None = None
@@ -67,27 +71,47 @@ class Attend:
 def attend_cached(
     module: nn.Module,
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: None,
     *,
     scaling: float,
     attend: Attend,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention of [B, Hq, T, D] queries over whole caches; the form that AttentionInterface asks for."""
-    query = query.transpose(1, 2)
+    """Attention of new tokens over our caches, which take their keys and values; the form of AttentionInterface.
+
+    Args:
+        query, key, value: [B, heads, T, D], not rotated yet.
+    """
+    key_cache, value_cache, start = attend.key_cache, attend.value_cache, attend.start
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    query = append_kv(key_cache, value_cache, query, key, value, attend.cos, attend.sin, start)
     attend.query = query
     chosen = attend.verification_set
     if chosen is None:
-        return dense_attention(query, key_cache, value_cache, attend.start, scaling), None
+        return dense_attention(query, key_cache, value_cache, start, scaling), None
     output = sparse_attention(
-        query, key_cache, value_cache, chosen.indices, chosen.counts, chosen.length, attend.start, scaling
+        query, key_cache, value_cache, chosen.indices, chosen.counts, chosen.length, start, scaling
     )
     return output, None
 
 
 AttentionInterface.register(ATTENTION_NAME, attend_cached)
+
+
+@functools.cache
+def defer_rotation(attention: type[nn.Module]) -> type[nn.Module]:
+    """A transformers attention class that leaves queries and keys unrotated, for `append_kv` to rotate.
+
+    Its forward is theirs, but for what it finds under the name of the function that rotates.
+    """
+    forward = cast(FunctionType, inspect.unwrap(attention.forward))
+    names = {**forward.__globals__, "apply_rotary_pos_emb": lambda query, key, cos, sin: (query, key)}
+    del names["__name__"]  # or dynamo would look names up in the module instead
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return type(attention.__name__, (attention,), {"forward": copy})
 
 
 SMALL_PRODUCT = 16  # rows up to which a CPU multiplies faster with the weight first
@@ -213,6 +237,7 @@ class CausalModel:
         self.config = twin.config
         self.layers = twin.model.layers
         for layer in self.layers:
+            layer.self_attn.__class__ = defer_rotation(type(layer.self_attn))
             _merge(layer.self_attn, "q_proj", "k_proj", "v_proj")
             _merge(layer.self_attn, "o_proj")
             _merge(layer.mlp, "gate_proj", "up_proj")
@@ -227,6 +252,7 @@ class CausalModel:
         self.heads = RetrievalHeads(heads, self.config, self.device)
         self.vocab_size = vocab_size
         self.scale = self.layers[0].self_attn.scaling
+        self.head_dim = self.layers[0].self_attn.head_dim
         self.compile = compile
         self.regions: dict[tuple, Callable] = {}
         parameters = inspect.signature(type(self.layers[0].self_attn).forward).parameters
@@ -299,8 +325,8 @@ def _run_layer(
     verification_set: VerificationSet | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A pre-norm decoder layer, from one residual sum to before the next, which fuses with the norm behind it."""
-    attend = Attend(start, verification_set)
-    cache = {cache_keyword: LayerCache(key, value, start)}
+    attend = Attend(key, value, cos, sin, start, verification_set)
+    cache = {cache_keyword: PassingCache()}
     hidden = hidden + update
     attended, _ = layer.self_attn(
         hidden_states=layer.input_layernorm(hidden),

@@ -151,11 +151,12 @@ def _combine_kernel(
     split = tl.arange(0, BLOCK_S)
     dim = tl.arange(0, BLOCK_D)
     flat = split.to(tl.int64) * rows + row
-    masses = tl.load(mass + flat, mask=split < splits, other=float("-inf"))
-    seen = masses > float("-inf")
-    weights = tl.where(seen, tl.exp2(masses - tl.max(masses, 0)), 0.0)
-    mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+    exists = split < splits
+    masses = tl.load(mass + flat, mask=exists, other=float("-inf"))
+    # A split that saw nothing left zeros, so this load need not wait for the masses.
+    mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
     parts = tl.load(partial + flat[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    weights = tl.where(masses > float("-inf"), tl.exp2(masses - tl.max(masses, 0)), 0.0)
     total = tl.sum(weights, 0)
     combined = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * HEAD_DIM + dim, combined.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

@@ -19,7 +19,9 @@ from dustin_compile.ops.checks import (
     check_tensor,
 )
 
-ROW_CHUNK = 16  # query rows that the averaging kernel reads at once
+MEAN_ELEMENTS = 2048  # stored logits that a program of the averaging kernel reads at once,
+MEAN_ROWS = 8  # of at most so many query rows,
+MEAN_WARPS = 1  # in so many warps
 
 
 def score_heads_reference(
@@ -46,14 +48,17 @@ def _score_tile_kernel(
     HEADS: tl.constexpr, MAX_COUNT: tl.constexpr, ROW_TILES: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 logits of a tile of positions, stored as offsets from the tile's top, with its sum of exponentials."""
+    """Base-2 logits of a tile of positions, stored as offsets from the tile's top, with its sum of exponentials.
+
+    A tile is stored whole, with -inf behind the length: a mask within rows would break every store into single numbers.
+    """
     tile, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     group, row_tile = tl.program_id(1) // ROW_TILES, tl.program_id(1) % ROW_TILES
     length = tl.load(seq_lens + row)
-    if tile * BLOCK_N >= length:
-        return
     layer, kv_head = tl.load(groups + group * 4).to(tl.int64), tl.load(groups + group * 4 + 1).to(tl.int64)
     first, count = tl.load(groups + group * 4 + 2), tl.load(groups + group * 4 + 3)
+    if tile * BLOCK_N >= length:
+        return
 
     packed = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token, member = packed // MAX_COUNT, packed % MAX_COUNT
@@ -78,7 +83,7 @@ def _score_tile_kernel(
     flat = row * (tokens * HEADS) + token * HEADS + head
     tl.store(
         offsets + flat[:, None] * (tiles * BLOCK_N) + position[None, :], logits.to(offsets.dtype.element_ty),
-        mask=used[:, None] & valid[None, :],
+        mask=used[:, None],
     )  # fmt: skip
     tl.store(tops + flat * tiles + tile, top, mask=used)
     tl.store(totals + flat * tiles + tile, tl.sum(tl.exp2(logits), 1), mask=used)
@@ -102,25 +107,27 @@ def _score_mass_kernel(tops, totals, seq_lens, masses, query_rows, tiles, BLOCK_
 
 @triton.jit
 def _score_mean_kernel(
-    offsets, tops, masses, seq_lens, out, query_rows, capacity, tiles, BLOCK_N: tl.constexpr, ROW_CHUNK: tl.constexpr
-):
-    """Mean of the softmax over the query rows, for one tile of positions."""
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    offsets, tops, masses, seq_lens, out, query_rows, capacity, tiles,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Mean of the softmax over the query rows, for TILES tiles of positions."""
+    row = tl.program_id(1).to(tl.int64)
     length = tl.load(seq_lens + row)
-    position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    scores = tl.zeros([BLOCK_N], tl.float32)
-    if tile * BLOCK_N < length:
-        for chunk in range(0, query_rows, ROW_CHUNK):
-            query_row = chunk + tl.arange(0, ROW_CHUNK)
-            used = query_row < query_rows
-            flat = row * query_rows + query_row
-            top = tl.load(tops + flat * tiles + tile, mask=used, other=0.0)
-            shift = top - tl.load(masses + flat, mask=used, other=0.0)
-            offset = tl.load(
-                offsets + flat[:, None] * (tiles * BLOCK_N) + position[None, :],
-                mask=used[:, None] & (position < length)[None, :], other=float("-inf"),
-            )  # fmt: skip
-            scores += tl.sum(tl.exp2(offset.to(tl.float32) + shift[:, None]), 0)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    written = (tile * BLOCK_N < length)[None, :]
+    position = tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    scores = tl.zeros([TILES, BLOCK_N], tl.float32)
+    for chunk in range(0, query_rows, ROWS):
+        query_row = chunk + tl.arange(0, ROWS)
+        used = (query_row < query_rows)[:, None]
+        flat = row * query_rows + query_row
+        top = tl.load(tops + flat[:, None] * tiles + tile[None, :], mask=used & written, other=0.0)
+        shift = top - tl.load(masses + flat[:, None], mask=used & written, other=0.0)
+        offset = tl.load(
+            offsets + (flat * (tiles * BLOCK_N))[:, None, None] + position[None, :, :],
+            mask=(used & written)[:, :, None], other=float("-inf"),
+        )  # fmt: skip
+        scores += tl.sum(tl.exp2(offset.to(tl.float32) + shift[:, :, None]), 0)
     tl.store(out + row * capacity + position, scores / query_rows, mask=position < capacity)
 
 
@@ -155,9 +162,12 @@ def score_heads_triton(
     _score_mass_kernel[(query_rows, batch)](
         tops, totals, seq_lens, masses, query_rows, tiles, block_n, triton.next_power_of_2(tiles), num_warps=1
     )
-    _score_mean_kernel[(tiles, batch)](
-        offsets, tops, masses, seq_lens, out, query_rows, capacity, tiles, block_n, ROW_CHUNK, num_warps=4
-    )
+    mean_rows = min(MEAN_ROWS, triton.next_power_of_2(query_rows))
+    mean_tiles = max(1, MEAN_ELEMENTS // (mean_rows * block_n))
+    _score_mean_kernel[(triton.cdiv(tiles, mean_tiles), batch)](
+        offsets, tops, masses, seq_lens, out, query_rows, capacity, tiles, block_n, mean_tiles, mean_rows,
+        num_warps=MEAN_WARPS,
+    )  # fmt: skip
     return out
 
 

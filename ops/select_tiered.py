@@ -1,8 +1,8 @@
 """select_tiered: the verification set, chosen from the draft's and the target's scores (Dustin, arXiv 2606.24957).
 
 The kernel is a tournament. A position that is chosen among all is also chosen among any part of them, by the same
-rule. So each program finds the winners of one tile of positions, and the next round plays among the winners, until one
-tile holds them all.
+rule. So each program finds the winners of one tile of positions, and perhaps a few more, and the next round plays among
+these, until one tile holds them all.
 """
 
 import torch
@@ -11,6 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dustin_compile.ops.checks import check_at_least, check_rows, check_tensor
+
+ROUND_TILE = 8192  # positions a program; smaller tiles leave more winners to the next round
+LAST_TILE = 16384  # positions that one program can still hold
 
 
 def _highest_reference(scores: Tensor, count: int) -> Tensor:
@@ -42,18 +45,21 @@ def select_tiered_reference(
 
 
 @triton.jit
-def _highest(key, count):
-    """Mask of the `count` highest of the keys >= 0; of equal ones the first."""
-    threshold = tl.max(key, 0) * 0  # the largest number that at least `count` keys reach, found bit by bit
-    bit = tl.where(tl.sum((key >= 0).to(tl.int32), 0) <= count, -1, 30)
+def _highest(key, count, most):
+    """Mask of the highest of the keys >= 0: at least `count` of them and at most `most`; of equal ones the first."""
+    threshold = tl.max(key, 0) * 0  # found bit by bit: a number that at least `count` keys reach
+    bit = tl.where(tl.sum((key >= 0).to(tl.int32), 0) <= most, -1, 30)
     while bit >= 0:
         candidate = threshold | (1 << bit)
         reached = tl.sum((key >= candidate).to(tl.int32), 0)
         threshold = tl.where(reached >= count, candidate, threshold)
-        bit = tl.where(reached == count, -1, bit - 1)
+        bit = tl.where((reached >= count) & (reached <= most), -1, bit - 1)
     above, equal = key > threshold, key == threshold
-    needed = count - tl.sum(above.to(tl.int32), 0)
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= needed))
+    chosen = above | equal
+    needed = most - tl.sum(above.to(tl.int32), 0)
+    if tl.sum(equal.to(tl.int32), 0) > needed:
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= needed))
+    return chosen
 
 
 @triton.jit
@@ -80,9 +86,16 @@ def _select_round_kernel(
         position = tl.load(entrants + row * entrant_count + slot, mask=slot < entrant_count, other=-1)
         playing = position >= 0
     place = position.to(tl.int64)
-    by_draft = _highest(_keys(draft_scores + row * draft_stride_b + place * draft_stride_n, playing), draft_share)
+    target_share = budget - sinks - window - draft_share
+    draft_most, target_most = draft_share, target_share
+    if not LAST:  # an inexact round ends sooner; room for more winners there is
+        room = WINNERS - draft_share - target_share
+        draft_most += room // 2
+        target_most += room // 2
+    draft_key = _keys(draft_scores + row * draft_stride_b + place * draft_stride_n, playing)
+    by_draft = _highest(draft_key, draft_share, draft_most)
     target_key = _keys(target_scores + row * target_stride_b + place * target_stride_n, playing & ~by_draft)
-    chosen = by_draft | _highest(target_key, budget - sinks - window - draft_share)
+    chosen = by_draft | _highest(target_key, target_share, target_most)
     rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
     if LAST:
         output = indices + row * budget
@@ -111,14 +124,15 @@ def select_tiered_triton(
     indices = torch.empty(batch, budget, dtype=torch.int32, device=draft_scores.device)
     counts = torch.empty_like(seq_lens)
     block_w = triton.next_power_of_2(max(1, budget - sinks - window))
-    tile = max(4096, 2 * block_w)
+    round_tile = max(ROUND_TILE, 2 * block_w)
     entrants, entrant_count = indices, capacity  # in the first round every position plays, and none is read
     first = True
     while True:
+        last = entrant_count <= max(LAST_TILE, round_tile)
+        tile = max(512, triton.next_power_of_2(entrant_count)) if last else round_tile
         tiles = triton.cdiv(entrant_count, tile)
-        last = tiles <= 1
         winners = torch.empty(0 if last else batch * tiles * block_w, dtype=torch.int32, device=draft_scores.device)
-        _select_round_kernel[(max(1, tiles), batch)](
+        _select_round_kernel[(tiles, batch)](
             draft_scores, target_scores, seq_lens, entrants, winners, indices, counts,
             *draft_scores.stride(), *target_scores.stride(), capacity, entrant_count,
             budget, sinks, window, draft_share,

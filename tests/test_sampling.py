@@ -10,6 +10,7 @@ from scipy.stats import chisquare
 from tiny_models import compile_tiny, greedy, random_prompts, tiny_model, tiny_pair
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dustin_compile import adapter, generation
 from dustin_compile.graphs import step as step_module
@@ -26,10 +27,12 @@ ROWS = 512
 def fast_ops(monkeypatch):
     """Batched stand-ins for the CPU references of the ops, which go row by row; their own tests are in tests/ops."""
 
-    def append_kv(key_cache, value_cache, key, value, start):
+    def append_kv(key_cache, value_cache, query, key, value, cos, sin, start):
         rows = torch.arange(len(start))[:, None]
         slots = start[:, None] + torch.arange(key.shape[1])
+        query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
         key_cache[rows, slots], value_cache[rows, slots] = key, value
+        return query
 
     def dense_attention(query, key_cache, value_cache, start, scale):
         last = start[:, None] + torch.arange(query.shape[1])

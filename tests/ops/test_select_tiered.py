@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dustin_compile.ops import select_tiered as select_module
 from dustin_compile.ops.select_tiered import select_tiered, select_tiered_reference, select_tiered_triton
 
 BOTH = pytest.mark.parametrize("function", [select_tiered_reference, select_tiered_triton])
@@ -58,8 +59,20 @@ def test_against_the_oracle(function, numbers: tuple[int, ...], values: int | No
 @pytest.mark.parametrize("values", [None, 5, 1])
 def test_rows_of_several_tiles(function, values: int | None) -> None:
     """Two rounds of the tournament, with tiles that are full, partly filled and empty."""
-    draft, target = scores(3, 9000, values, 1), scores(3, 9000, values, 2)
-    check(function, draft, target, ints(9000, 4100, 64), 64, 4, 16, 20)
+    draft, target = scores(3, 17_000, values, 1), scores(3, 17_000, values, 2)
+    check(function, draft, target, ints(17_000, 8200, 64), 64, 4, 16, 20)
+
+
+@pytest.mark.parametrize("values", [None, 30, 2])
+@pytest.mark.parametrize("numbers", [(200, 4, 16, 90), (200, 0, 0, 0), (200, 0, 0, 200), (60, 0, 0, 20)])
+def test_rounds_that_let_more_through(
+    monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], values: int | None
+) -> None:
+    """Four rounds, which may end inexactly but for the last."""
+    monkeypatch.setattr(select_module, "ROUND_TILE", 512)
+    monkeypatch.setattr(select_module, "LAST_TILE", 512)
+    draft, target = scores(2, 3000, values, 1), scores(2, 3000, values, 2)
+    check(select_tiered_triton, draft, target, ints(3000, 1700), *numbers)
 
 
 def test_three_rounds_of_a_large_budget() -> None:
