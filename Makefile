@@ -7,8 +7,9 @@ PIP := $(VENV)/bin/python -m pip
 demo: $(VENV)/installed-demo
 	$(VENV)/bin/dustin-compile demo
 
+# The benchmarks run too, once, on tiny shapes.
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest tests bench --benchmark-disable
 
 # mypy cannot see through the mapping of ops/ and graphs/ into the package, so it reads an installed copy.
 lint: $(VENV)/installed-test

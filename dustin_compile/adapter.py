@@ -43,7 +43,7 @@ class VerificationSet:
 
 
 class PassingCache(Cache):
-    """What a transformers layer takes for its cache. New keys and values pass through it: `attend_cached` keeps them."""
+    """What a transformers layer takes for its cache. New K/V pass through it: `attend_cached` keeps them."""
 
     is_compileable = True
 
@@ -57,7 +57,7 @@ class PassingCache(Cache):
 
 @dataclass
 class Attend:
-    """Carries one layer's attention call through transformers: its caches, what may be read, the query that was used."""
+    """Carries one layer's attention call through transformers: caches, what may be read, the query used."""
 
     key_cache: Tensor
     value_cache: Tensor
@@ -237,7 +237,7 @@ class CausalModel:
         self.config = twin.config
         self.layers = twin.model.layers
         for layer in self.layers:
-            layer.self_attn.__class__ = defer_rotation(type(layer.self_attn))
+            layer.self_attn.__class__ = defer_rotation(type(layer.self_attn))  # type: ignore[arg-type]
             _merge(layer.self_attn, "q_proj", "k_proj", "v_proj")
             _merge(layer.self_attn, "o_proj")
             _merge(layer.mlp, "gate_proj", "up_proj")

@@ -22,10 +22,24 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from dustin_compile import smol
+from dustin_compile.benchmark.engines import ENGINES
+from dustin_compile.benchmark.grid import Grid, GridRun
+from dustin_compile.benchmark.pairs import PAIRS, SMOLLM2, make_pair
+from dustin_compile.benchmark.report import draw_plots, make_table
+from dustin_compile.benchmark.results import RESULTS, append_rows, read_rows
+from dustin_compile.benchmark.text import TextRun
+from dustin_compile.compatibility import check_pair
 from dustin_compile.config import AttentionMode, DustinConfig
 from dustin_compile.demo import COMPARE_STAGES, Comparison, compare, decode_rate
+from dustin_compile.export import Backend
+from dustin_compile.layer_skip import layer_skip as skip_layers
 from dustin_compile.loading import LoadedPair, load_pair
 from dustin_compile.pair import compile_pair
+from dustin_compile.profile import Profile
+from dustin_compile.profiling.pipeline import profile_pair
+from dustin_compile.quality.report import draw_plots as draw_quality
+from dustin_compile.quality.report import make_table as make_quality_table
+from dustin_compile.quality.run import KEPT_LAYERS, SKIPPING, QualityRun
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -169,6 +183,258 @@ def generate(
         )
 
 
+@app.command("export")
+def export_command(
+    target: TargetOption,
+    draft: DraftOption,
+    out: Annotated[Path, typer.Option(help="New or empty directory.")],
+    backend: Annotated[Backend, typer.Option(help="aot-inductor needs torch alone.")] = "tensorrt",
+    batch: Annotated[int, typer.Option(help="Rows of a request, a power of two.")] = 1,
+    max_length: Annotated[int, typer.Option(help="Tokens that a row may have, prompt included.")] = 8192,
+    profile: Annotated[Path | None, typer.Option(help="File of the pair's profile; default: the cached one.")] = None,
+    budget: BudgetOption = 512,
+    gamma: GammaOption = 4,
+    verify: Annotated[AttentionMode, typer.Option(help="sparse: approximate; dense: lossless.")] = "sparse",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a pair for deployment, to be run by dustin_compile.load_exported on hardware like this."""
+    started = time.perf_counter()
+    with _messages(), _progress(2) as stage:
+        config = DustinConfig(gamma=gamma, budget=budget, verify=verify)
+        stage("loading")
+        pair = _load(target, draft, device, dtype)
+        compiled = compile_pair(
+            pair.target,
+            pair.draft,
+            config=config,
+            profile=profile,
+            tokenizer=pair.tokenizer,
+            assistant_tokenizer=pair.assistant_tokenizer,
+        )
+        stage("exporting")
+        compiled.export(out, backend=backend, batch=batch, max_length=max_length)
+    size, seconds = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter() - started
+    Console(stderr=True).print(Text(f"wrote {out}: {size / 1e6:,.1f} MB in {seconds:.1f} s"), soft_wrap=True)
+    if as_json:
+        _print_json(path=str(out), backend=backend, batch=batch, max_length=max_length, bytes=size, seconds=seconds)
+
+
+@app.command("profile")
+def profile_command(
+    target: Annotated[str | None, typer.Option(help=f"As for generate; without it and --draft, {smol.MODEL}.")] = None,
+    draft: Annotated[str | None, typer.Option(help="As for generate.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the profile, besides the cached one.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Directory for figures.")] = None,
+    text_file: Annotated[
+        list[typer.FileText] | None, typer.Option(help="Prose to profile with; may be repeated. Default: Moby Dick.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of the longest texts.")] = 4096,
+    budget: BudgetOption = 512,
+    gamma: GammaOption = 4,
+    budget_seconds: Annotated[float | None, typer.Option(help="Begin nothing new after so many seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the search for the split.")] = 0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Find the heads and the split that serve a pair best. Interrupted, the same command goes on from there."""
+    started = time.perf_counter()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with _messages():
+        if (target is None) != (draft is None):
+            raise ValueError("--target and --draft go together")
+        config = DustinConfig(gamma=gamma, budget=budget)
+        if target is None or draft is None:
+            pair = _load(smol.target_directory(), smol.draft_directory(), device, dtype)
+        else:
+            pair = _load(target, draft, device, dtype)
+        profile = profile_pair(
+            pair.target,
+            pair.draft,
+            config=config,
+            texts=[file.read() for file in text_file] if text_file else None,
+            tokenizer=pair.tokenizer,
+            assistant_tokenizer=pair.assistant_tokenizer,
+            context=context,
+            budget_seconds=budget_seconds,
+            seed=seed,
+            plot=plot,
+        )
+        if out is not None:
+            profile.save(out)
+    record = profile.record
+    console = Console(stderr=as_json)
+    table = Table("", "heads (layer, head)", title=f"{target or smol.MODEL} with {draft or smol.DRAFT}")
+    table.add_row("target", ", ".join(map(str, profile.target_heads)))
+    table.add_row("draft", ", ".join(map(str, profile.draft_heads)))
+    console.print(table)
+    console.print(
+        f"{profile.draft_share} of {config.budget - config.sinks - config.window} free positions go to the draft. "
+        f"Attention recovered: {profile.arr:.1%}; oracle {record['oracle_arr']:.1%}, sinks and window "
+        f"{record['streaming_arr']:.1%}. Scoring reads {record['cost']:.1%} of the target's K and V."
+    )
+    for role, forced in record["teacher_forced"].items():
+        if forced:
+            console.print(f"The {role} answered no question about a needle: answers fed to it had to do.")
+    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in record["seconds"].items())
+    console.print(f"{record['steps']} steps on {record['texts']} texts; {seconds}.", soft_wrap=True)
+    for path in (profile.path, out):
+        if path is not None:
+            console.print(Text(f"wrote {path}"), soft_wrap=True)
+    if as_json:
+        _print_json(
+            model=target or smol.MODEL,
+            draft=draft or smol.DRAFT,
+            path=str(profile.path),
+            target_heads=profile.target_heads,
+            draft_heads=profile.draft_heads,
+            draft_share=profile.draft_share,
+            arr=profile.arr,
+            oracle_arr=record["oracle_arr"],
+            streaming_arr=record["streaming_arr"],
+            cost=record["cost"],
+            phase_seconds=record["seconds"],
+            seconds=time.perf_counter() - started,
+        )
+
+
+@app.command()
+def bench(
+    pair: Annotated[str, typer.Option(help=f"One of {', '.join(PAIRS)}; all but {SMOLLM2} have random weights.")] = (
+        "qwen2.5-7b"
+    ),
+    contexts: Annotated[str, typer.Option(help="Positions in the cache, in the order of measuring.")] = (
+        "32768,4096,8192,16384,65536,131072"
+    ),
+    batches: Annotated[str, typer.Option(help="Rows. Each number compiles anew.")] = "16,4,1",
+    engines: Annotated[str, typer.Option(help="What to measure.")] = ",".join(ENGINES),
+    acceptance: Annotated[float, typer.Option(help="Chance of each draft token, drawn: for random weights.")] = 0.75,
+    gamma: GammaOption = 4,
+    gammas: Annotated[str, typer.Option(help="Among which each point's best is chosen.")] = "1,2,3,4,6,8",
+    budget: BudgetOption = 512,
+    profile: Annotated[Path | None, typer.Option(help="File of the pair's profile; default: unprofiled.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help=f"Tokens to add, for {SMOLLM2}.")] = 128,
+    minutes: Annotated[float, typer.Option(help="No measurement begins later than this.")] = 5.0,
+    output: Annotated[Path, typer.Option(help="Rows are appended to it as they come.")] = RESULTS / "step.jsonl",
+    plots: Annotated[Path | None, typer.Option(help="Directory for plots of all that the output file holds.")] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    compile: CompileOption = None,
+) -> None:
+    """Time a whole step of every engine over a grid of contexts and batches."""
+    console = Console(stderr=True)
+    rows = []
+    with _messages():
+        grid = Grid(
+            contexts=_integers("contexts", contexts),
+            batches=_integers("batches", batches),
+            engines=engines.split(","),
+            acceptance=acceptance,
+            gamma=gamma,
+            gammas=_integers("gammas", gammas),
+            minutes=minutes,
+        )
+        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        default = torch.float32 if place.type == "cpu" else torch.bfloat16
+        made = make_pair(
+            pair,
+            place,
+            default if dtype == "auto" else getattr(torch, dtype),
+            profile,
+            gamma=gamma,
+            budget=budget,
+            compile=compile,
+        )
+        tell = lambda message: console.print(Text(message))  # noqa: E731
+        run = GridRun(made, grid, tell) if made.models.tokenizer is None else TextRun(made, grid, new_tokens, tell)
+        for row in run:
+            append_rows(output, [row])
+            rows.append(row)
+        Console().print(make_table(rows, f"{pair}, γ {gamma}, {budget} positions"))
+        if plots is not None:
+            for path in draw_plots(read_rows(output), plots):
+                console.print(Text(f"wrote {path}"))
+    if run.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def quality(
+    target: Annotated[str | None, typer.Option(help=f"As for generate; without it and --draft, {smol.MODEL}.")] = None,
+    draft: Annotated[str | None, typer.Option(help="As for generate.")] = None,
+    contexts: Annotated[str, typer.Option(help="Tokens of the texts.")] = "2048,4096",
+    budgets: Annotated[str, typer.Option(help="Positions in the sets.")] = "512,256,128",
+    prompts: Annotated[int, typer.Option(help="Of each kind and context.")] = 24,
+    gamma: GammaOption = 4,
+    profile: Annotated[Path | None, typer.Option(help="File of the pair's profile; default: unprofiled.")] = None,
+    layer_skip_profile: Annotated[Path | None, typer.Option(help="The same, of the layer-skip draft.")] = None,
+    layer_skip: Annotated[
+        bool, typer.Option("--layer-skip", help=f"Also measure {smol.MODEL} with 24 of its own layers for a draft.")
+    ] = False,
+    text_file: Annotated[typer.FileText | None, typer.Option(help="Prose to measure with. Default: Moby Dick.")] = None,
+    minutes: Annotated[float, typer.Option(help="No part begins later than this.")] = 5.0,
+    out: Annotated[Path, typer.Option(help="Rows are appended to it as they come.")] = RESULTS / "quality.jsonl",
+    plots: Annotated[Path | None, typer.Option(help="Directory for plots of all that the output file holds.")] = None,
+    device: DeviceOption = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="auto: float32.")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what a sparse verification loses, against other ways to choose what it reads."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    console, rows = Console(stderr=True), []
+    with _messages():
+        if (target is None) != (draft is None):
+            raise ValueError("--target and --draft go together")
+        if layer_skip and target is not None:
+            raise ValueError(f"--layer-skip is of {smol.MODEL}, without --target and --draft")
+        names = target or smol.target_directory(), draft or smol.draft_directory()
+        pair = _load(*names, device, "float32" if dtype == "auto" else dtype)
+        check_pair(pair.target, pair.draft)
+        label = smol.DRAFT if draft is None else draft
+        drafts, profiles = {label: pair.draft}, {} if profile is None else {label: Profile.load(profile)}
+        if layer_skip:
+            drafts[SKIPPING] = skip_layers(pair.target, KEPT_LAYERS)
+            if layer_skip_profile is not None:
+                profiles[SKIPPING] = Profile.load(layer_skip_profile)
+        run = QualityRun(
+            pair.target,
+            drafts,
+            pair.tokenizer,
+            model=target or smol.MODEL,
+            profiles=profiles,
+            contexts=_integers("contexts", contexts),
+            budgets=_integers("budgets", budgets),
+            prompts=prompts,
+            gamma=gamma,
+            text=None if text_file is None else text_file.read(),
+            minutes=minutes,
+            tell=lambda message: console.print(Text(message)),
+        )
+        for row in run:
+            append_rows(out, [row])
+            rows.append(row)
+        for name in dict.fromkeys(row["draft"] for row in rows):
+            for metric in ("kl", "arr", "needle"):
+                if any((row["metric"], row["draft"]) == (metric, name) for row in rows):
+                    (console if as_json else Console()).print(make_quality_table(rows, metric, name))
+        if plots is not None:
+            for path in draw_quality(read_rows(out), plots):
+                console.print(Text(f"wrote {path}"))
+    if as_json:
+        print(json.dumps({"rows": rows, "left_out": run.left_out}, ensure_ascii=False))
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        return [int(value) for value in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be integers with commas between") from None
+
+
 def _load(target: str | Path, draft: str | Path, device: str, dtype: Dtype) -> LoadedPair:
     return load_pair(
         target,
@@ -186,7 +452,7 @@ def _messages() -> Iterator[None]:
         warnings.showwarning = lambda message, *_: console.print(Text(f"Warning: {message}", style="yellow"))
         try:
             yield
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             console.print(Text(f"Error: {error}", style="red"))
             raise typer.Exit(1) from error
 

@@ -14,9 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dustin_compile.adapter import CausalModel
 from dustin_compile.compatibility import check_model, check_pair, check_tokenizers, max_length, shared_vocab_size
 from dustin_compile.config import DustinConfig
+from dustin_compile.export import Backend, export_pair
 from dustin_compile.generation import Generation, GenerationOutput, Request
+from dustin_compile.kv_cache import plan_memory
 from dustin_compile.loading import find_tokenizer, load_draft, load_target
-from dustin_compile.profile import Profile, default_profile
+from dustin_compile.profile import Profile, default_profile, find_profile
 
 
 class CompiledPair:
@@ -93,15 +95,39 @@ class CompiledPair:
         )
         return self._generation.run(request)
 
+    def export(self, directory: str | Path, *, backend: Backend, batch: int, max_length: int) -> Path:
+        """Write the pair for deployment: a directory that `load_exported` runs on hardware like this one.
+
+        Args:
+            directory: new or empty.
+            backend: "tensorrt" builds TensorRT engines, "aot-inductor" AOTInductor packages, which need torch alone.
+            batch: rows of a request, a power of two. Down to half as many are filled up.
+            max_length: tokens that a row may have, prompt included.
+
+        Returns:
+            the directory.
+
+        Raises:
+            FileExistsError: the directory is not empty.
+            ImportError: TensorRT is not here; the message says what to install.
+            ValueError: an argument is out of range, or TensorRT is asked for without a GPU.
+        """
+        return export_pair(self, directory, backend=backend, batch=batch, max_length=max_length)
+
+    def export_tensorrt(self, directory: str | Path, *, batch: int, max_length: int) -> Path:
+        """`export` with backend="tensorrt"."""
+        return self.export(directory, backend="tensorrt", batch=batch, max_length=max_length)
+
 
 def compile_pair(
     target: str | Path | PreTrainedModel,
     draft: str | Path | PreTrainedModel,
     *,
     config: DustinConfig | None = None,
-    profile: Profile | None = None,
+    profile: Profile | str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    verbose: bool = False,
 ) -> CompiledPair:
     """Make a pair that generates by draft-augmented sparse verification (Dustin, arXiv 2606.24957).
 
@@ -113,18 +139,56 @@ def compile_pair(
             or, without one, in float32.
         draft: likewise, in the target's dtype and place; or what `layer_skip(target, ...)` returns.
         config: settings; None: `DustinConfig()`.
-        profile: retrieval heads and split of this pair; None: last-token scores of evenly spread layers and half
-            the free budget to the draft, with a warning.
+        profile: retrieval heads and split of this pair, or the file that holds them. None: the one that
+            `profile_pair` has cached for this pair, or, where it has not, evenly spread layers and half the free
+            budget to the draft; a warning says which. With other settings than a profile was searched for, its heads
+            stay and its split is scaled, with a warning (`Profile.fit`).
         tokenizer, assistant_tokenizer: of target and draft. Where they are not given, they are loaded for models
             given by name or directory, and the two are compared.
+        verbose: print the memory plan: weights, both caches, and the largest batch and length that fit the device.
 
     Raises:
         IncompatibleModelError: a model is not supported, or the two do not go together; the message says why.
-        ValueError: the profile does not fit the pair.
+        ValueError: the profile is another pair's, does not fit this one, or is damaged or too new.
     """
     config = DustinConfig() if config is None else config
     if not isinstance(config, DustinConfig):
         raise TypeError(f"config must be a DustinConfig, not {type(config).__name__}")
+    if isinstance(profile, str | Path):
+        profile = Profile.load(profile)
+    target, draft, tokenizer = resolve_pair(target, draft, tokenizer, assistant_tokenizer)
+    vocab_size = shared_vocab_size(target, draft, tokenizer)
+    if profile is None:
+        profile = find_profile(target, draft, config)
+        if profile is None:
+            warnings.warn(
+                "no profile for this pair: scoring with evenly spread layers and half the free budget to the draft; "
+                "`dustin-compile profile` finds the heads that serve it best",
+                stacklevel=2,
+            )
+            profile = default_profile(target.config, draft.config, config)
+        else:
+            warnings.warn(f"using the cached {profile}", stacklevel=2)
+    profile.check_models(target, draft)
+    profile = profile.fit(config)
+    profile.check(target.config, draft.config, config)
+    pair = CompiledPair(target, draft, config, profile, vocab_size)
+    if verbose:
+        print(plan_memory(target, draft, config))
+    return pair
+
+
+def resolve_pair(
+    target: str | Path | PreTrainedModel,
+    draft: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load what is given by name, and refuse what does not go together; see `compile_pair`.
+
+    Returns:
+        target, draft and the target's tokenizer, if there is one.
+    """
     if isinstance(target, str | Path):
         tokenizer = tokenizer or find_tokenizer(target)
         target = load_target(target)
@@ -136,13 +200,4 @@ def compile_pair(
     check_pair(target, draft)
     if tokenizer is not None and assistant_tokenizer is not None:
         check_tokenizers(tokenizer, assistant_tokenizer)
-    vocab_size = shared_vocab_size(target, draft, tokenizer)
-    if profile is None:
-        warnings.warn(
-            "no profile for this pair: scoring with evenly spread layers and half the free budget to the draft; "
-            "`dustin-compile profile` finds the heads that serve it best",
-            stacklevel=2,
-        )
-        profile = default_profile(target.config, draft.config, config)
-    profile.check(target.config, draft.config, config)
-    return CompiledPair(target, draft, config, profile, vocab_size)
+    return target, draft, tokenizer

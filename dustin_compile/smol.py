@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import lzma
-import os
 import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dustin_compile.paths import cache_directory
 
 MODEL = "SmolLM2-135M-Instruct"
 DRAFT = "smol-draft"
@@ -31,7 +32,7 @@ def target_directory() -> Path:
         FileNotFoundError: a package is missing; the message says which to install.
     """
     gguf = _find_gguf()
-    cache = Path(os.environ.get("DUSTIN_CACHE") or Path.home() / ".cache" / "dustin_compile")
+    cache = cache_directory()
     directory = cache / gguf.stem
     if not directory.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -87,6 +88,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     transformers reads GGUF weights too, but takes twice as long, and refuses to save what it read.
     """
     from gguf import MODEL_ARCH, GGUFReader, dequantize, get_tensor_name_map
+    from transformers import LlamaConfig, LlamaForCausalLM  # here, since an exported pair runs without model code
 
     config = LlamaConfig.from_pretrained(draft_directory(), num_hidden_layers=LAYERS)  # they differ in depth only
     model = LlamaForCausalLM(config)

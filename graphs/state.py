@@ -68,7 +68,6 @@ def new_state(target: CausalModel, draft: CausalModel, config: DustinConfig, bat
     def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
-    head_dim = target.layers[0].self_attn.head_dim
     tokens = full(batch, capacity, dtype=torch.int64)
     torch._dynamo.mark_dynamic(tokens, 1)  # as in the caches, so that a larger capacity compiles nothing anew
     return State(
@@ -77,7 +76,7 @@ def new_state(target: CausalModel, draft: CausalModel, config: DustinConfig, bat
         limits=full(batch),
         finished=full(batch, value=True, dtype=torch.bool),
         eos_token_ids=full(MAX_EOS_TOKENS, value=-1, dtype=torch.int64),
-        query=torch.zeros(batch, 1, len(target.heads), head_dim, dtype=target.dtype, device=device),
+        query=torch.zeros(batch, 1, len(target.heads), target.head_dim, dtype=target.dtype, device=device),
         verification_set=VerificationSet(indices=full(batch, config.budget), counts=full(batch), length=full(batch)),
         sampling=Sampling(
             temperature=full(value=1, dtype=torch.float32),

@@ -62,7 +62,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     packaged = {name for name in names if not name.startswith("dustin_compile-0.1.0.dist-info/")}
-    expected = {f"dustin_compile/{path.name}" for path in (ROOT / "dustin_compile").glob("*.py")}
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "dustin_compile").rglob("*.py")}
     for package in ("ops", "graphs"):
         expected |= {f"dustin_compile/{package}/{path.name}" for path in (ROOT / package).glob("*.py")}
     assert packaged == expected | {"dustin_compile/py.typed"}

@@ -33,7 +33,8 @@ def angles(batch: int, tokens: int, dim: int, dtype: torch.dtype = FP32) -> tupl
 def new_tokens(batch: int, tokens: int, heads: int, dim: int, dtype: torch.dtype = FP32) -> tuple[Tensor, ...]:
     """Query (of twice the heads), key, value, cos and sin."""
     query = queries(batch, tokens, 2 * heads, dim, dtype, seed=6)
-    return query, *(queries(batch, tokens, heads, dim, dtype, seed) for seed in (3, 4)), *angles(batch, tokens, dim, dtype)
+    key, value = (queries(batch, tokens, heads, dim, dtype, seed) for seed in (3, 4))
+    return query, key, value, *angles(batch, tokens, dim, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,101 @@
+"""What a person sees of the measurements: a table, and two plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.table import Table
+
+from dustin_compile.benchmark.engines import ENGINES
+from dustin_compile.benchmark.results import Row
+
+PARTS = ("draft", "score", "select", "verify", "accept")
+
+
+def make_table(rows: Iterable[Row], title: str) -> Table:
+    """Engines at each point: time of a step, tokens a step and a second, and how it compares with vanilla."""
+    points: dict[tuple[int, int], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        metric = row["name"].split("/")[0]
+        points.setdefault((row["context"], row["batch"]), {})[metric, row["engine"]] = row
+    table = Table(title=title)
+    for heading in ("context", "engine", "ms/step", "tokens/step", "tokens/s", "speed-up", "best γ"):
+        table.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=heading == "engine")
+    for (context, batch), found in sorted(points.items(), key=lambda item: (item[0][1], item[0][0])):
+        vanilla = found.get(("tokens_per_second", "vanilla"))
+        table.add_section()
+        for engine in ENGINES:
+            rate, step = found.get(("tokens_per_second", engine)), found.get(("step_us", engine))
+            best = found.get(("tokens_per_second_best_gamma", engine))
+            if rate is None:
+                continue
+            table.add_row(
+                f"{context:,} × {batch}",
+                engine,
+                f"{step['value'] / 1e3:.2f}" if step else "",
+                f"{rate.get('tokens_per_step', 1):.2f}",
+                f"{rate['value']:,.0f}",
+                f"{rate['value'] / vanilla['value']:.2f}×" if vanilla else "",
+                f"{best['gamma']}: {best['value']:,.0f}" if best else "",
+            )
+    return table
+
+
+def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
+    """Tokens per second against context, a line for each engine, and step time by part; a file a pair and batch.
+
+    Of several measurements of one thing the last counts.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    latest = {row["name"]: row for row in rows if "context" in row}
+    groups = sorted({(row["pair"], row["batch"], row["gpu"]) for row in latest.values()})
+    paths = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for pair, batch, gpu in groups:
+        group = [row for row in latest.values() if (row["pair"], row["batch"], row["gpu"]) == (pair, batch, gpu)]
+        group.sort(key=lambda row: row["context"])
+        synthetic = [row for row in group if row["synthetic"]]
+        note = f", acceptance {synthetic[0]['acceptance']:g} (synthetic)" if synthetic else ""
+
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        for engine in ENGINES:
+            line = [row for row in group if row["name"].startswith(f"tokens_per_second/{engine}/")]
+            axes.plot([row["context"] for row in line], [row["value"] for row in line], marker="o", label=engine)
+        axes.set(
+            xscale="log", yscale="log", xlabel="context, tokens", ylabel="tokens/s", title=f"{pair} × {batch}{note}"
+        )
+        contexts = sorted({row["context"] for row in group})
+        axes.set_xticks(contexts, [f"{context // 1024}k" if context >= 1024 else str(context) for context in contexts])
+        axes.minorticks_off()
+        figure.legend(title=gpu, loc="outside right upper")
+        paths.append(folder / f"tokens_per_second-{pair}-{batch}.png")
+        figure.savefig(paths[-1], dpi=150)
+        plt.close(figure)
+
+        parts = {
+            part: {row["context"]: row["value"] for row in group if row["name"].startswith(f"step_part_us/{part}/")}
+            for part in PARTS
+        }
+        measured = [context for context in contexts if all(context in values for values in parts.values())]
+        if not measured:
+            continue
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        bottom = [0.0] * len(measured)
+        for part, values in parts.items():
+            heights = [values[context] / 1e3 for context in measured]
+            axes.bar([f"{context:,}" for context in measured], heights, bottom=bottom, label=part)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axes.set(xlabel="context, tokens", ylabel="ms", title=f"dustin+ step by part, {pair} × {batch}")
+        figure.legend(title=gpu, loc="outside right upper", reverse=True)
+        paths.append(folder / f"step_by_part-{pair}-{batch}.png")
+        figure.savefig(paths[-1], dpi=150)
+        plt.close(figure)
+    return paths

@@ -1,0 +1,364 @@
+"""The whole measurement, in order of importance, as rows of bench/results/quality.jsonl."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dustin_compile.benchmark.results import Row, make_row
+from dustin_compile.compatibility import shared_vocab_size
+from dustin_compile.config import DustinConfig
+from dustin_compile.profile import Head, Profile, default_profile
+from dustin_compile.profiling.haystack import read_book
+from dustin_compile.quality.bootstrap import interval
+from dustin_compile.quality.engine import Engine
+from dustin_compile.quality.evaluate import Generated, Key, Scores, compare_on_text, generate
+from dustin_compile.quality.prompts import TEST_PART, pad, take_passages, take_trials
+from dustin_compile.quality.selectors import SELECTORS, Settings
+
+TAIL = 272  # tokens at a text's end, in which the steps lie
+OFFSETS = tuple(range(32, 257, 32))
+AGES = (64, 256, 1024)
+ANSWER_TOKENS = 24
+CONTINUED_TOKENS = 64
+DRIFT_TOKENS = 1024
+DRIFT_BIN = 64
+REFRESHES = (0, 64, 16)
+FREE_SELECTORS = ("full", "hybrid", "history", "draft", "streaming", "snapkv", "quest", "oracle")
+UNITS = {"kl": "nats", "delta_loglik": "nats", "tokens_per_step": "tokens", "first_divergence": "tokens"}
+SKIPPING = "layer-skip-24"  # of SmolLM2-135M-Instruct
+# Dropped one by one, each that which changes KL least, on 192 tokens of the book's calibration part.
+KEPT_LAYERS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29)
+HEAD_COUNTS = (1, 2, 4, 8)
+HEAD_PASSAGES = 4  # of the book's calibration part, to rank heads with
+
+
+@dataclass
+class QualityRun:
+    """Measures a target with one or more drafts; iterate over it for the rows, which come as they are measured.
+
+    Args:
+        target: the target.
+        model: its name, for the rows.
+        drafts: by name; the first is measured in everything, the others in the main table and in free running.
+        tokenizer: of them all.
+        profiles: of a draft's name, where there is one; else `default_profile`.
+        contexts: tokens of the texts, the steps in their last 272 included.
+        budgets: positions of the sets.
+        prompts: of each kind and context.
+        text: prose, its second half to measure with and its first to rank heads; None: the end of the book.
+        minutes: no part begins later than this.
+        tell: called with messages.
+
+    Attributes:
+        left_out: parts that time did not allow, or that the target has too few positions for.
+
+    Raises:
+        ValueError: a context or budget is out of range.
+    """
+
+    target: PreTrainedModel
+    drafts: dict[str, PreTrainedModel]
+    tokenizer: PreTrainedTokenizerBase
+    model: str = "target"
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    contexts: Sequence[int] = (4096, 2048, 8192)
+    budgets: Sequence[int] = (512, 256, 128)
+    prompts: int = 24
+    gamma: int = 4
+    text: str | None = None
+    minutes: float = 5.0
+    tell: Callable[[str], None] = print
+    left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        limit = self.target.config.max_position_embeddings
+        for context in self.contexts:
+            if not 2 * TAIL <= context <= limit:
+                raise ValueError(f"contexts: {context} must be in {2 * TAIL}..{limit}, the target's positions")
+        for budget in self.budgets:
+            DustinConfig(budget=budget, gamma=self.gamma)
+        if self.prompts < 2:
+            raise ValueError(f"prompts={self.prompts} must be at least 2")
+        if self.gamma + 2 > TAIL - OFFSETS[-1]:
+            raise ValueError(f"gamma={self.gamma} must be at most {TAIL - OFFSETS[-1] - 2}")
+        self.middle = 4096 if 4096 in self.contexts else max(self.contexts)
+        self.middle_budget = 256 if 256 in self.budgets else min(self.budgets)
+
+    def __iter__(self) -> Iterator[Row]:
+        self.prose = read_book(TEST_PART) if self.text is None else self.text[len(self.text) // 2 :]
+        self.engines = {
+            name: Engine(draft, shared_vocab_size(self.target, draft, self.tokenizer))
+            for name, draft in self.drafts.items()
+        }
+        self.engine = Engine(self.target, min(engine.vocab_size for engine in self.engines.values()))
+        for engine in self.engines.values():
+            engine.vocab_size = self.engine.vocab_size
+        started = time.monotonic()
+        for name, part in self._parts():
+            elapsed = time.monotonic() - started
+            if elapsed > 60 * self.minutes:
+                self.left_out.append(name)
+                continue
+            yield from part()
+            self.tell(f"{name}: {time.monotonic() - started - elapsed:.1f} s")
+        if self.left_out:
+            self.tell(f"left out: {', '.join(self.left_out)}")
+
+    def _parts(self) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+        main, *others = self.drafts
+        contexts = [self.middle, *(context for context in self.contexts if context != self.middle)]
+        for context in contexts:
+            yield f"main table, {main}, {context}", partial(self.compare, main, context)
+        ages = [age for age in AGES if self._fits(f"ages {age}", self.middle + age + self.gamma + 2)]
+        yield "ages", partial(self.compare_ages, main, ages)
+        for context in contexts:
+            yield f"needles, {context}", partial(self.ask_needles, main, context)
+        for context in contexts:
+            yield f"continuation, {main}, {context}", partial(self.continue_text, main, context)
+        yield "sensitivity", partial(self.vary_settings, main)
+        if self._fits("drift", self.middle + DRIFT_TOKENS + 2 * self.gamma + 2):
+            for refresh in REFRESHES:
+                yield f"drift, refresh {refresh}", partial(self.follow_drift, main, refresh)
+        for draft in others:
+            for context in contexts:
+                yield f"main table, {draft}, {context}", partial(self.compare, draft, context)
+            yield f"continuation, {draft}", partial(self.continue_text, draft, self.middle)
+
+    def _fits(self, part: str, positions: int) -> bool:
+        if positions <= self.target.config.max_position_embeddings:
+            return True
+        self.left_out.append(f"{part} (it needs {positions} positions)")
+        return False
+
+    def settings(self, draft: str, budget: int, **changes) -> Settings:
+        """The profile's settings at a budget. The draft's share keeps its proportion of what is free."""
+        config = DustinConfig(budget=budget, gamma=self.gamma, **changes)
+        profile = self.profiles.get(draft)
+        if profile is None:
+            profile = default_profile(self.target.config, self.drafts[draft].config, config)
+        else:
+            with warnings.catch_warnings():  # it is measured at other budgets than its own on purpose
+                warnings.simplefilter("ignore")
+                profile = profile.fit(config)
+        profile.check(self.target.config, self.drafts[draft].config, config)
+        return Settings(
+            budget=budget,
+            sinks=config.sinks,
+            window=config.window,
+            draft_share=profile.draft_share,
+            target_heads=profile.target_heads,
+            draft_heads=profile.draft_heads,
+        )
+
+    def passages(self, tokens: int) -> Tensor:
+        return take_passages(self.tokenizer, self.prose, self.prompts, tokens)
+
+    def compare(self, draft: str, context: int) -> Iterator[Row]:
+        """Every selector at every budget, under teacher forcing; and the hybrid against its two halves, paired."""
+        settings = [self.settings(draft, budget) for budget in self.budgets]
+        texts = self.passages(context)
+        prompt = context - TAIL
+        found = compare_on_text(
+            self.engine, self.engines[draft], texts, prompt, OFFSETS, self.gamma, SELECTORS, settings
+        )
+        how = f"teacher forcing, {len(OFFSETS)} steps in the last {TAIL} tokens"
+        for (selector, setting), scores in found.items():
+            row = partial(self.row, draft=draft, context=context, budget=setting.budget, selector=selector, how=how)
+            for metric in ("kl", "arr", "agreement", "delta_loglik"):
+                yield row(metric, getattr(scores, metric).mean(1))
+            if (context, setting.budget) == (self.middle, self.middle_budget) and selector in (
+                "history", "draft", "hybrid", "oracle", "streaming",
+            ):  # fmt: skip
+                for layer, by_prompt in enumerate(scores.arr_by_layer.mean(2)):
+                    yield row("arr_of_layer", by_prompt, suffix=f"/layer{layer}", layer=layer)
+        yield from self.compare_pairs(found, draft, context, how)
+
+    def compare_pairs(self, found: dict[Key, Scores], draft: str, context: int, how: str) -> Iterator[Row]:
+        """Paired differences of the hybrid's KL: below 0 it is the better."""
+        kl = {(name, setting.budget): scores.kl.mean(1) for (name, setting), scores in found.items()}
+        for other in ("history", "draft", "streaming", "snapkv", "quest"):
+            differences = [kl["hybrid", budget] - kl[other, budget] for budget in self.budgets]
+            row = partial(self.row, f"kl_minus_{other}", draft=draft, context=context, selector="hybrid", how=how)
+            for budget, difference in zip(self.budgets, differences, strict=True):
+                yield row(difference, budget=budget)
+            yield row(torch.stack(differences).mean(0), budget=None)
+
+    def compare_ages(self, draft: str, ages: Sequence[int]) -> Iterator[Row]:
+        """The hybrid against SnapKV's set, so many tokens after it was chosen."""
+        if not ages:
+            return
+        texts = self.passages(self.middle + max(ages) + self.gamma + 2)
+        settings = [self.settings(draft, budget) for budget in self.budgets]
+        selectors = {name: SELECTORS[name] for name in ("hybrid", "snapkv")}
+        steps = [age - back for age in ages for back in (24, 16, 8, 0)]
+        found = compare_on_text(
+            self.engine, self.engines[draft], texts, self.middle, steps, self.gamma, selectors, settings
+        )
+        how = "teacher forcing, 4 steps in the last 24 tokens of an age; prompt of the whole context"
+        for index, age in enumerate(ages):
+            at = slice(4 * index, 4 * index + 4)
+            for setting in settings:
+                row = partial(self.row, draft=draft, context=self.middle, budget=setting.budget, how=how,
+                              suffix=f"/age{age}", age=age)  # fmt: skip
+                kl = {name: found[name, setting].kl[:, at].mean(1) for name in selectors}
+                for name in selectors:
+                    yield row("kl_at_age", kl[name], selector=name)
+                yield row("kl_at_age_minus_snapkv", kl["hybrid"] - kl["snapkv"], selector="hybrid")
+
+    def ask_needles(self, draft: str, context: int) -> Iterator[Row]:
+        """Share of questions about needles that are answered right."""
+        trials = take_trials(self.tokenizer, self.prose, self.prompts, context - 64)
+        prompts, lengths = pad([trial.prompt for trial in trials])
+        for selector, setting, out in self._generate(draft, prompts, lengths, ANSWER_TOKENS):
+            answers = self.tokenizer.batch_decode([self._cut(row) for row in out.tokens.tolist()])
+            right = [float(trial.text.lower() in answer.lower()) for trial, answer in zip(trials, answers, strict=True)]
+            yield self.row(
+                "needle", torch.tensor(right), draft=draft, context=context, budget=setting.budget, selector=selector,
+                how=f"free running, {ANSWER_TOKENS} tokens",
+            )  # fmt: skip
+
+    def continue_text(self, draft: str, context: int) -> Iterator[Row]:
+        """Tokens a step, and tokens until the first that the full cache would not have given."""
+        texts = self.passages(context - TAIL)
+        lengths = torch.full((len(texts),), texts.shape[1])
+        reference = None
+        for selector, setting, out in self._generate(draft, texts, lengths, CONTINUED_TOKENS):
+            reference = out.tokens if reference is None else reference  # the full cache comes first
+            row = partial(
+                self.row, draft=draft, context=context, budget=setting.budget, selector=selector,
+                how=f"free running, {CONTINUED_TOKENS} tokens",
+            )  # fmt: skip
+            yield row("tokens_per_step", out.tokens_per_step)
+            same = (out.tokens == reference).long().cumprod(1)
+            yield row("first_divergence", same.sum(1).float())
+
+    def _generate(
+        self, draft: str, prompts: Tensor, lengths: Tensor, new_tokens: int
+    ) -> Iterator[tuple[str, Settings, Generated]]:
+        for selector in FREE_SELECTORS:
+            for budget in self.budgets:
+                setting = self.settings(draft, budget)
+                if selector != "full" or budget == self.budgets[0]:  # no budget changes what the full cache gives
+                    out = generate(
+                        self.engine, self.engines[draft], prompts, lengths, new_tokens, self.gamma, selector, setting
+                    )
+                yield selector, setting, out
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        return tokens[: tokens.index(end)] if end in tokens else tokens
+
+    def vary_settings(self, draft: str) -> Iterator[Row]:
+        """The hybrid with one setting changed at a time; and history by the best 1, 2, 4 and 8 heads."""
+        base = self.settings(draft, self.middle_budget)
+        cases: dict[tuple[int, str], list[tuple[str, object, Settings]]] = {(self.gamma, "hybrid"): []}
+        same = cases[self.gamma, "hybrid"]
+        for name, values in (("sinks", (0, 4, 16)), ("window", (16, 64, 128))):
+            other = base.window if name == "sinks" else base.sinks
+            usable = [v for v in values if v + other <= base.budget]
+            same += [(name, v, self.settings(draft, base.budget, **{name: v})) for v in usable]
+        same += [("reduce", how, dataclasses.replace(base, reduce=how)) for how in ("mean", "max")]
+        for gamma in (2, 4, 8):
+            cases.setdefault((gamma, "hybrid"), []).append(("gamma", gamma, base))
+        ranked = self.rank_heads(draft, base)
+        cases[self.gamma, "history"] = [
+            ("heads", count, dataclasses.replace(base, target_heads=ranked[:count])) for count in HEAD_COUNTS
+        ]
+        texts = self.passages(self.middle)
+        for (gamma, selector), varied in cases.items():
+            settings = list(dict.fromkeys(setting for _, _, setting in varied))
+            found = compare_on_text(
+                self.engine, self.engines[draft], texts, self.middle - TAIL, OFFSETS[1::2], gamma,
+                {selector: SELECTORS[selector]}, settings,
+            )  # fmt: skip
+            for name, value, setting in varied:
+                how = f"teacher forcing, {len(OFFSETS) // 2} steps, {name} {value}"
+                if name == "heads":
+                    how += f", the best by ARR of their own on {HEAD_PASSAGES} other passages: {setting.target_heads}"
+                for metric in ("kl", "arr"):
+                    yield self.row(
+                        f"{metric}_by_{name}", getattr(found[selector, setting], metric).mean(1), draft=draft,
+                        context=self.middle, budget=base.budget, selector=selector, how=how,
+                        suffix=f"/{name}{value}", **{name: value},
+                    )  # fmt: skip
+
+    def rank_heads(self, draft: str, base: Settings) -> tuple[Head, ...]:
+        """All heads of the target, that with the best ARR of its own first."""
+        prose = read_book() if self.text is None else self.text[: len(self.text) // 2]
+        texts = take_passages(self.tokenizer, prose, HEAD_PASSAGES, self.middle)
+        config = self.target.config
+        heads = [(i, j) for i in range(config.num_hidden_layers) for j in range(config.num_attention_heads)]
+        settings = [dataclasses.replace(base, target_heads=(head,)) for head in heads]
+        found = compare_on_text(
+            self.engine, self.engines[draft], texts, self.middle - TAIL, OFFSETS[-1:], self.gamma,
+            {"history": SELECTORS["history"]}, settings,
+        )  # fmt: skip
+        rate = {setting.target_heads[0]: float(scores.arr.mean()) for (_, setting), scores in found.items()}
+        return tuple(sorted(heads, key=lambda head: -rate[head]))
+
+    def follow_drift(self, draft: str, refresh_every: int) -> Iterator[Row]:
+        """KL to the dense model along a long sparse generation."""
+        texts = self.passages(self.middle)
+        setting = self.settings(draft, self.middle_budget)
+        out = generate(
+            self.engine, self.engines[draft], texts, torch.full((len(texts),), texts.shape[1]), DRIFT_TOKENS,
+            self.gamma, "hybrid", setting, refresh_every, measure=True,
+        )  # fmt: skip
+        assert out.places is not None and out.kl is not None and out.active is not None  # measure=True gives them
+        for first in range(0, DRIFT_TOKENS, DRIFT_BIN):
+            inside = (out.places >= first) & (out.places < first + DRIFT_BIN) & out.active
+            yield self.row(
+                "kl_drift", (out.kl * inside).sum(0) / inside.sum(0).clamp(min=1), draft=draft, context=self.middle,
+                budget=setting.budget, selector="hybrid", suffix=f"/refresh{refresh_every}/{first + DRIFT_BIN}",
+                how=f"free running, steps that begin at new tokens {first}..{first + DRIFT_BIN - 1}, "
+                f"refresh_every {refresh_every}; the dense model reads the same text",
+                refresh_every=refresh_every, new_tokens=first + DRIFT_BIN,
+            )  # fmt: skip
+
+    def row(
+        self,
+        metric: str,
+        by_prompt: Tensor,
+        *,
+        draft: str,
+        context: int,
+        budget: int | None,
+        selector: str,
+        how: str,
+        suffix: str = "",
+        **fields,
+    ) -> Row:
+        """A mean over prompts with its interval."""
+        value, low, high = interval(by_prompt.numpy())
+        base = self.settings(draft, self.budgets[0])
+        share = f"{base.draft_share} of {base.free} free positions to the draft at budget {base.budget}"
+        profile = "profile" if draft in self.profiles else "default profile"
+        unit = next((unit for name, unit in UNITS.items() if metric.startswith(name)), "share")
+        prose = "of the end of Moby Dick, which overlap" if self.text is None else "of a text given"
+        return make_row(
+            f"quality/{metric}/{selector}/{draft}/{context}/{budget or 'all'}{suffix}",
+            value,
+            unit,
+            self.engine.device,
+            f"{how}; {len(by_prompt)} prompts {prose}; {str(self.engine.dtype).removeprefix('torch.')}, "
+            f"γ {fields.get('gamma', self.gamma)}, {profile}: {share}; 95% bootstrap interval over prompts",
+            model=self.model,
+            draft=draft,
+            selector=selector,
+            metric=metric,
+            budget=budget,
+            context=context,
+            low=float(f"{low:.4g}"),
+            high=float(f"{high:.4g}"),
+            prompts=len(by_prompt),
+            **fields,
+        )

@@ -1,0 +1,368 @@
+"""Runs what export.py wrote: the pair's own step, with exported programs where the model's code would run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dustin_compile.adapter import CausalModel, RetrievalHeads, VerificationSet
+from dustin_compile.config import DustinConfig
+from dustin_compile.generation import Generation, GenerationOutput, Request
+from dustin_compile.kv_cache import KVCache
+from dustin_compile.ops.append_kv import append_kv
+from dustin_compile.ops.dense_attention import dense_attention
+from dustin_compile.ops.sparse_attention import sparse_attention
+from dustin_compile.profile import Profile
+
+FORMAT = "dustin_compile.export"
+VERSION = 1
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+PROFILE = "profile.json"
+TENSORRT_PACKAGES = ("tensorrt", "tensorrt_rtx")
+INSTALL_TENSORRT = (
+    "backend='tensorrt' needs an NVIDIA GPU and TensorRT: pip install 'dustin-compile[tensorrt]', or "
+    "torch-tensorrt-rtx for TensorRT-RTX; backend='aot-inductor' needs neither"
+)
+
+Program = Callable[..., Sequence[Tensor]]
+
+
+class ExportError(ValueError):
+    """An exported directory does not run here; the message names the file or the difference."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What caches and scoring need to know of a model; named as in transformers' configurations."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+
+def find_tensorrt() -> tuple[str, Any]:
+    """TensorRT's Python package of either flavour, and its name.
+
+    Raises:
+        ImportError: there is none; the message says what to install.
+    """
+    for name in TENSORRT_PACKAGES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        # torch_tensorrt presents TensorRT-RTX under the other's name, too.
+        if name == Path(module.__file__ or "").parent.name:
+            return name, module
+    raise ImportError(INSTALL_TENSORRT)
+
+
+def describe_platform(backend: str, device: torch.device) -> dict[str, str]:
+    """What programs are tied to: architecture and versions."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        architecture = f"sm_{major}{minor}"
+    else:
+        architecture = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    found = {"device": device.type, "architecture": architecture, "torch": torch.__version__}
+    if backend == "tensorrt":
+        name, module = find_tensorrt()
+        found[name] = module.__version__
+    return found
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_package(path: Path, device: torch.device) -> Program:
+    """An AOTInductor package."""
+    # Its own bookkeeping of runs in flight queries events, which a graph under capture does not allow.
+    return torch._inductor.aoti_load_package(
+        str(path), run_single_threaded=True, device_index=(device.index or 0) if device.type == "cuda" else -1
+    )
+
+
+class Engine:
+    """A TensorRT engine of fixed shapes, run on the current stream."""
+
+    def __init__(self, path: Path, device: torch.device):
+        _, trt = find_tensorrt()
+        self.device = device
+        self.logger = trt.Logger(trt.Logger.WARNING)
+        self.runtime = trt.Runtime(self.logger)
+        self.engine = self.runtime.deserialize_cuda_engine(path.read_bytes())
+        if self.engine is None:
+            raise ExportError(f"{path}: TensorRT {trt.__version__} cannot read this engine")
+        self.context = self.engine.create_execution_context()
+        names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
+        is_input = {name: self.engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}
+        self.inputs = sorted((name for name in names if is_input[name]), key=_number)
+        dtypes = {
+            trt.float32: torch.float32,
+            trt.float16: torch.float16,
+            trt.bfloat16: torch.bfloat16,
+        }
+        self.outputs = [
+            (name, tuple(self.engine.get_tensor_shape(name)), dtypes[self.engine.get_tensor_dtype(name)])
+            for name in sorted((name for name in names if not is_input[name]), key=_number)
+        ]
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        for name, tensor in zip(self.inputs, inputs, strict=True):
+            self.context.set_tensor_address(name, tensor.data_ptr())
+        outputs = []
+        for name, shape, dtype in self.outputs:
+            output = torch.empty(shape, dtype=dtype, device=self.device)
+            self.context.set_tensor_address(name, output.data_ptr())
+            outputs.append(output)
+        if not self.context.execute_async_v3(torch.cuda.current_stream(self.device).cuda_stream):
+            raise RuntimeError("TensorRT did not run the engine; its log above says why")
+        return outputs
+
+
+def _number(name: str) -> int:
+    """Programs number their inputs and outputs: args_0, output0."""
+    return int("".join(filter(str.isdigit, name)))
+
+
+LOADERS: dict[str, Callable[[Path, torch.device], Program]] = {"aot-inductor": load_package, "tensorrt": Engine}
+
+
+class ExportedModel(CausalModel):
+    """A model whose layers are exported programs around our ops. It stands in for CausalModel in a step.
+
+    A layer is two programs: `front`, from the residual sum to query, key and value, and `back`, from attention's
+    output to the next residual sum. All layers share them, with weights as inputs.
+
+    Args:
+        entry: the model's part of the manifest.
+        tensors: what the manifest calls weights, by name.
+        programs: by file name.
+        heads: its semantic retrieval heads.
+        vocab_size: logits that count.
+    """
+
+    def __init__(
+        self,
+        entry: dict[str, Any],
+        tensors: dict[str, Tensor],
+        programs: dict[str, Program],
+        heads: Sequence[tuple[int, int]],
+        vocab_size: int,
+    ):
+        self.config = Shape(**entry["shape"])
+        self.head_dim = self.config.head_dim
+        self.scale = entry["scale"]
+        self.vocab_size = vocab_size
+        self.embedding = tensors[entry["embedding"]]
+        self.rotary = tensors[entry["cos"]], tensors[entry["sin"]]
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.heads = RetrievalHeads(heads, self.config, self.device)
+        self.layer_weights = [
+            {part: [tensors[name] for name in layer[part]] for part in ("front", "back")} for layer in entry["layers"]
+        ]
+        self.head_weights = [tensors[name] for name in entry["head"]]
+        self.programs = {
+            part: {int(tokens): programs[file] for tokens, file in files.items()}
+            for part, files in entry["programs"].items()
+        }
+        self.sizes = sorted(self.programs["front"], reverse=True)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(self.config, batch, capacity, self.dtype, self.device)
+
+    def forward(
+        self, tokens: Tensor, start: Tensor, cache: KVCache, verification_set: VerificationSet | None
+    ) -> tuple[Tensor, Tensor]:
+        """See CausalModel.forward. A chunk without a program of its size runs as several shorter ones."""
+        hidden, queries, begin = [], [], 0
+        while begin < tokens.shape[1]:
+            size = next(size for size in self.sizes if size <= tokens.shape[1] - begin)
+            piece = self._run(tokens[:, begin : begin + size], start + begin, cache, verification_set)
+            hidden.append(piece[0])
+            queries.append(piece[1])
+            begin += size
+        if len(hidden) == 1:
+            return hidden[0], queries[0]
+        return torch.cat(hidden, dim=1), torch.cat(queries, dim=1)
+
+    def _run(
+        self, tokens: Tensor, start: Tensor, cache: KVCache, chosen: VerificationSet | None
+    ) -> tuple[Tensor, Tensor]:
+        count = tokens.shape[1]
+        front, back = self.programs["front"][count], self.programs["back"][count]
+        # A finished row may run past the end of the table; nothing reads what it computes there.
+        positions = start[:, None] + torch.arange(count, dtype=start.dtype, device=start.device)
+        positions = positions.clamp(max=self.rotary[0].shape[0] - 1)
+        cos, sin = (nn.functional.embedding(positions, table) for table in self.rotary)
+        hidden = nn.functional.embedding(tokens, self.embedding)
+        update = torch.zeros_like(hidden)
+        queries = []
+        for index, weights in enumerate(self.layer_weights):
+            hidden, query, key, value = front(*weights["front"], hidden, update)
+            key_cache, value_cache = cache.layers[index]
+            query = append_kv(key_cache, value_cache, query, key, value, cos, sin, start)
+            if chosen is None:
+                attended = dense_attention(query, key_cache, value_cache, start, self.scale)
+            else:
+                attended = sparse_attention(
+                    query, key_cache, value_cache, chosen.indices, chosen.counts, chosen.length, start, self.scale
+                )
+            hidden, update = back(*weights["back"], hidden, attended)
+            if index in self.heads.layers:
+                queries.append(query)
+        return hidden + update, torch.cat(queries, dim=2).index_select(2, self.heads.columns)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See CausalModel.logits."""
+        (logits,) = self.programs["head"][hidden.shape[1]](*self.head_weights, hidden.contiguous())
+        return logits[..., : self.vocab_size]
+
+
+class ExportedPair:
+    """Generates as the CompiledPair that was exported does. Made by `load_exported`.
+
+    Attributes:
+        directory: what was loaded.
+        config: the settings in use.
+        profile: the retrieval heads and the split in use.
+        batch, max_length: the bucket: rows of a request, and tokens that a row may have, prompt included.
+        tokenizer: name or directory of the tokenizer, as the target's configuration had it; None: unknown.
+    """
+
+    def __init__(
+        self, directory: Path, manifest: dict[str, Any], config: DustinConfig, profile: Profile, device: torch.device
+    ):
+        self.directory, self.config, self.profile = directory, config, profile
+        self.batch, self.max_length = manifest["batch"], manifest["max_length"]
+        self.vocab_size, self.tokenizer = manifest["vocab_size"], manifest["tokenizer"]
+        self._eos_token_id, self._pad_token_id = manifest["eos_token_id"], manifest["pad_token_id"]
+        stored = {name: tensor.clone().to(device) for name, tensor in load_file(directory / WEIGHTS).items()}
+        load = LOADERS[manifest["backend"]]
+        entries = manifest["models"]
+        names = {file for entry in entries.values() for files in entry["programs"].values() for file in files.values()}
+        programs = {name: load(directory / name, device) for name in sorted(names)}
+        target, draft = (
+            ExportedModel(entries[role], stored, programs, heads, self.vocab_size)
+            for role, heads in (("target", profile.target_heads), ("draft", profile.draft_heads))
+        )
+        self._generation = Generation(target, draft, config)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | Sequence[int] | None = None,
+    ) -> GenerationOutput:
+        """Continue prompts; arguments and result are those of `CompiledPair.generate`.
+
+        Raises:
+            ValueError, TypeError: an argument is out of range, or the request is outside the bucket.
+        """
+        request = Request.check(
+            input_ids,
+            attention_mask,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=self._eos_token_id if eos_token_id is None else eos_token_id,
+            pad_token_id=self._pad_token_id if pad_token_id is None else pad_token_id,
+            seed=seed,
+            vocab_size=self.vocab_size,
+            max_length=2**31,
+        )
+        rows, length = len(request.lengths), max(request.lengths) + max_new_tokens
+        fewest = self.batch // 2 + 1  # Generation fills a batch up to a power of two
+        if not fewest <= rows <= self.batch or length > self.max_length:
+            bucket = f"{fewest} to {self.batch}" if fewest < self.batch else f"{self.batch}"
+            raise ValueError(
+                f"input_ids has {rows} rows of up to {length} tokens, max_new_tokens={max_new_tokens} included; "
+                f"{self.directory} was exported for {bucket} rows of up to {self.max_length} tokens"
+            )
+        return self._generation.run(request)
+
+
+def load_exported(directory: str | Path) -> ExportedPair:
+    """Load what `CompiledPair.export` wrote. It runs neither transformers' models nor needs their checkpoints.
+
+    Programs are machine code: load only what you trust. The hashes find damage, not malice.
+
+    Args:
+        directory: the exported directory.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ExportError: a file was altered, or the directory was made for other hardware or versions; each is named.
+        ImportError: TensorRT is needed and not here; the message says what to install.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    backend, made = manifest["backend"], manifest["platform"]
+    if made["device"] == "cuda" and not torch.cuda.is_available():
+        hint = f"; {INSTALL_TENSORRT}" if backend == "tensorrt" else ""
+        raise ExportError(f"{directory} was exported for a GPU, {made['architecture']}, and there is none here{hint}")
+    device = torch.device(made["device"])
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    here = describe_platform(backend, device)
+    different = [f"{key} {made.get(key)}, not {here.get(key)}" for key in made | here if made.get(key) != here.get(key)]
+    if different:
+        raise ExportError(f"{directory} was exported for {', '.join(different)}: export it again here")
+    for name, expected in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing")
+        if hash_file(path) != expected["sha256"]:
+            raise ExportError(f"{path} was altered: its SHA-256 is not the one in {MANIFEST}")
+    config = DustinConfig(**manifest["config"])
+    return ExportedPair(directory, manifest, config, Profile.load(directory / PROFILE), device)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of an exported directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ExportError: it is damaged, or of another format version.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {directory} is not an exported pair")
+    try:
+        manifest = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ExportError(f"{path} is damaged: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ExportError(f"{path}: format must be {FORMAT!r}")
+    if manifest.get("version") != VERSION:
+        raise ExportError(f"{path}: version={manifest.get('version')!r}, and this dustin_compile reads {VERSION}")
+    checksum = manifest.pop("checksum", None)
+    if checksum != manifest_checksum(manifest):
+        raise ExportError(f"{path} was altered: its checksum does not match")
+    return manifest
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,194 @@
+"""The quality harness: its engine, its selectors and its statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import greedy, random_prompts, tiny_pair
+
+from dustin_compile.adapter import RetrievalHeads
+from dustin_compile.ops.score_heads import score_heads
+from dustin_compile.ops.select_tiered import select_tiered
+from dustin_compile.quality.bootstrap import interval
+from dustin_compile.quality.engine import Engine, products
+from dustin_compile.quality.evaluate import ask, compare_on_text, generate, look, propose
+from dustin_compile.quality.report import draw_plots, make_markdown
+from dustin_compile.quality.selectors import PAGE, SELECTORS, Settings, Step, observe_prompt, page_bounds
+
+PROMPT, LENGTH, GAMMA = 144, 160, 4
+SETTINGS = Settings(
+    budget=48, sinks=2, window=8, draft_share=16, target_heads=((0, 1), (1, 2), (1, 3)), draft_heads=((0, 0), (2, 3))
+)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return [Engine(model, 96) for model in tiny_pair()]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return random_prompts([192, 192])[0]
+
+
+@pytest.fixture(scope="module")
+def step(engines, texts):
+    """A step of two rows of different lengths."""
+    target, draft = engines
+    lengths, prompt = torch.tensor([LENGTH, LENGTH - 7]), torch.tensor([PROMPT, PROMPT - 7])
+    with torch.no_grad():
+        cache, draft_cache = (engine.new_cache(2, 192) for engine in engines)
+        target.prefill(texts, cache)
+        draft.prefill(texts, draft_cache)
+        rows = torch.arange(2)
+        last = ask(target, texts[rows, lengths - 1][:, None], lengths - 1, cache)
+        block, queries = propose(draft, texts[rows, lengths], lengths, draft_cache, GAMMA)
+        observed = observe_prompt(target, texts, prompt, cache)
+        mass = look(target, block, lengths, cache)[2]
+    return Step(target, draft, lengths, cache, draft_cache, last, queries, observed, prompt, mass)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.no_grad()
+def test_engine_equals_transformers(family, texts):
+    model = tiny_pair(family)[0]
+    engine = Engine(model, 96)
+    cache = engine.new_cache(2, 192)
+    engine.prefill(texts[:, :150], cache)
+    start = torch.tensor([150, 141])
+    block = torch.stack([texts[0, 150:156], texts[1, 141:147]])
+    logits = engine.run(block, start, cache, write=True)
+    again = engine.run(texts[:, 147:149], torch.tensor([147, 147]), cache)  # row 1 over what was just written
+    expected = model(texts).logits
+    for row, first in enumerate(start.tolist()):
+        torch.testing.assert_close(logits[row], expected[row, first : first + 6], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(again[1], expected[1, 147:149], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_sets_have_the_budget(name, step):
+    keep = SELECTORS[name](step, SETTINGS)
+    query = torch.randn(2, 4, GAMMA + 1, 16)
+    for layer in range(3):
+        kept = keep(layer, query).expand(2, 4, GAMMA + 1, 192)
+        for row, length in enumerate(step.lengths.tolist()):
+            seen = kept[row, ..., :length]
+            assert name == "full" or (seen.sum(-1) == SETTINGS.budget).all()
+            assert seen[..., : SETTINGS.sinks].all() and seen[..., length - SETTINGS.window :].all()
+
+
+def test_budget_of_the_whole_history_changes_nothing(engines, texts):
+    whole = dataclasses.replace(SETTINGS, budget=LENGTH + 1)
+    found = compare_on_text(*engines, texts, PROMPT, [4, LENGTH - PROMPT], GAMMA, SELECTORS, [whole, SETTINGS])
+    for (name, setting), scores in found.items():
+        if name == "full" or setting == whole:
+            assert scores.kl.max() < 1e-6
+            assert scores.agreement.min() == 1
+            torch.testing.assert_close(scores.arr, torch.ones(2, 2))
+            torch.testing.assert_close(scores.delta_loglik, torch.zeros(2, 2), atol=1e-5, rtol=0)
+        else:
+            assert scores.kl.min() > 0 and scores.arr.max() < 1
+    rates = {name: scores.arr for (name, setting), scores in found.items() if setting == SETTINGS}
+    for name in ("hybrid", "history", "draft", "streaming", "sum"):  # nothing that is one set beats the oracle
+        assert (rates[name] <= rates["oracle"] + 1e-6).all()
+    assert (rates["oracle"] <= rates["oracle_3"] + 1e-6).all()
+
+
+@torch.no_grad()
+def test_hybrid_is_what_the_ops_give(step):
+    scores = []
+    for engine, heads, queries, cache in (
+        (step.target, SETTINGS.target_heads, step.last_queries, step.cache),
+        (step.draft, SETTINGS.draft_heads, step.draft_queries, step.draft_cache),
+    ):
+        table = RetrievalHeads(heads, engine.config, engine.device)
+        side_by_side = torch.stack([queries[layer][:, head] for layer, head in sorted(heads)], dim=2)
+        keys = cache.key.transpose(2, 3).contiguous()
+        scores.append(score_heads(side_by_side, keys, table.groups, table.max_count, step.lengths.int(), engine.scale))
+    indices, counts = select_tiered(
+        scores[1], scores[0], step.lengths.int(), SETTINGS.budget, SETTINGS.sinks, SETTINGS.window, SETTINGS.draft_share
+    )
+    kept = SELECTORS["hybrid"](step, SETTINGS)(0, step.last_queries[0])[:, 0, 0]
+    assert counts.tolist() == [SETTINGS.budget] * 2
+    for row in range(2):
+        assert kept[row].nonzero()[:, 0].tolist() == indices[row].tolist()
+
+
+def test_quest_bounds_hold(step):
+    query = step.last_queries[1]
+    bounds = page_bounds(query, step.cache.key[1], step.lengths).repeat_interleave(PAGE, dim=-1)
+    logits = products(query, step.cache.key[1])
+    for row, length in enumerate(step.lengths.tolist()):
+        assert (bounds[row, ..., :length] >= logits[row, ..., :length] - 1e-5).all()
+        one_page = bounds[row, ..., :PAGE].amax(-1)
+        assert (one_page < bounds[row].abs().max() + 1).all() and bounds.isfinite().all()
+
+
+@torch.no_grad()
+def test_snapkv_does_not_age(step, texts):
+    """Its set is that of the prompt's end, whatever the step's queries are; only its window moves."""
+    later = dataclasses.replace(step, lengths=step.lengths + 8)
+    now, then = (SELECTORS["snapkv"](s, SETTINGS)(0, step.last_queries[0]) for s in (step, later))
+    old = slice(0, PROMPT - 7 - SETTINGS.window)
+    assert torch.equal(now[..., old], then[..., old])
+
+
+@torch.no_grad()
+def test_a_planted_needle_is_found(step):
+    """A key that the last query points at is in the sets of history, and in no window."""
+    cache = dataclasses.replace(step.cache, key=step.cache.key.clone())
+    query = step.last_queries[1][:, 2, 0]  # of a target head, which reads KV head 1
+    cache.key[1, :, 1, 77] = 50 * query
+    planted = dataclasses.replace(step, cache=cache, scores={})
+    for name, found in (("history", True), ("hybrid", True), ("sum", True), ("streaming", False)):
+        kept = SELECTORS[name](planted, SETTINGS)(1, step.last_queries[1]).expand(2, 4, 1, 192)
+        assert (kept[:, 2, 0, 77] == found).all(), name
+    kept = SELECTORS["quest"](planted, SETTINGS)(1, step.last_queries[1])
+    assert kept[:, 2, 0, 77].all()
+
+
+def test_generation(engines):
+    target, draft = engines
+    prompts, mask = random_prompts([150, 131], side="right")
+    lengths = mask.sum(1)
+    run = lambda name, **kwargs: generate(  # noqa: E731
+        target, draft, prompts, lengths, 24, GAMMA, name, SETTINGS, **kwargs
+    )
+    full = run("full", measure=True)
+    for row, length in enumerate(lengths.tolist()):
+        expected = greedy(tiny_pair()[0], prompts[row : row + 1, :length], None, 24)[0, length:]
+        assert full.tokens[row].tolist() == expected.tolist()
+    assert full.kl[full.active].max() < 1e-6
+    assert ((full.tokens_per_step >= 1) & (full.tokens_per_step <= GAMMA + 1)).all()
+
+    whole = dataclasses.replace(SETTINGS, budget=200)
+    same = generate(target, draft, prompts, lengths, 24, GAMMA, "hybrid", whole)
+    assert torch.equal(same.tokens, full.tokens)
+    drifted, refreshed = run("streaming", measure=True), run("streaming", measure=True, refresh_every=1)
+    assert torch.equal(refreshed.tokens, full.tokens) and refreshed.kl[refreshed.active].max() < 1e-6
+    assert drifted.kl[drifted.active].max() > 1e-4
+    run("streaming", refresh_every=5)  # rows of different lengths have different amounts to refresh
+
+
+def test_intervals_cover():
+    rng = np.random.default_rng(1)
+    found = [interval(rng.exponential(size=24)) for _ in range(300)]
+    assert all(low < mean < high for mean, low, high in found)
+    assert 0.87 < np.mean([low < 1 < high for _, low, high in found]) < 0.98
+    assert interval([2.0] * 5) == (2, 2, 2)
+
+
+def test_report(tmp_path):
+    rows = [
+        {"name": f"{selector}{budget}{value}", "metric": "kl", "selector": selector, "draft": "d", "context": 64,
+         "budget": budget, "value": value, "low": value / 2, "high": 2 * value}
+        for selector, value in (("hybrid", 0.1), ("quest", 0.2)) for budget in (32, 16)
+    ]  # fmt: skip
+    lines = make_markdown([{**rows[0], "value": 9.0}, *rows], "kl", "d").splitlines()
+    assert lines[0] == "| selector | 64, 32 | 64, 16 |"
+    assert lines[2] == "| hybrid | 0.100 (0.050–0.200) | 0.100 (0.050–0.200) |"
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in draw_plots(rows, tmp_path)] == ["quality-kl-d.png"]
