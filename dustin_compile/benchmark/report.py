@@ -63,7 +63,8 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
         group = [row for row in latest.values() if (row["pair"], row["batch"], row["gpu"]) == (pair, batch, gpu)]
         group.sort(key=lambda row: row["context"])
         synthetic = [row for row in group if row["synthetic"]]
-        note = f", acceptance {synthetic[0]['acceptance']:g} (synthetic)" if synthetic else ""
+        rates = ", ".join(f"{rate:g}" for rate in sorted({row["acceptance"] for row in synthetic}))
+        note = f", acceptance {rates} (synthetic)" if synthetic else ""
 
         figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
         for engine in ENGINES:
