@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import __version__ as version
 
 from dustin_compile.graphs.capture import compile_region
 from dustin_compile.kv_cache import KVCache
@@ -23,6 +24,7 @@ from dustin_compile.ops.score_heads import score_heads
 from dustin_compile.ops.sparse_attention import sparse_attention
 
 ATTENTION_NAME = "dustin_compile"
+ROTATE = "apply_rotary_pos_emb"
 PREFILL_MULTIPLE = 64  # prompt chunks are padded to it; a pass of fewer tokens is part of a step
 
 
@@ -105,9 +107,14 @@ def defer_rotation(attention: type[nn.Module]) -> type[nn.Module]:
     """A transformers attention class that leaves queries and keys unrotated, for `append_kv` to rotate.
 
     Its forward is theirs, but for what it finds under the name of the function that rotates.
+
+    Raises:
+        RuntimeError: it knows no such name, so that queries and keys would be rotated twice.
     """
     forward = cast(FunctionType, inspect.unwrap(attention.forward))
-    names = {**forward.__globals__, "apply_rotary_pos_emb": lambda query, key, cos, sin: (query, key)}
+    if ROTATE not in forward.__code__.co_names:
+        raise RuntimeError(f"{attention.__name__}.forward of transformers {version} has no {ROTATE}")
+    names = {**forward.__globals__, ROTATE: lambda query, key, cos, sin: (query, key)}
     del names["__name__"]  # or dynamo would look names up in the module instead
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from dustin_compile import DustinConfig, IncompatibleModelError, Profile, compile_pair, layer_skip
+from dustin_compile.adapter import defer_rotation
 
 SMALL = DustinConfig(budget=32, sinks=2, window=8, compile=False)
 PROFILE = Profile(target_heads=((0, 0),), draft_heads=((0, 0),), draft_share=8)
@@ -308,3 +309,12 @@ def test_one_signal_alone_may_fill_the_budget(share):
     target, draft = tiny_pair(num_hidden_layers=2)
     pair = compile_tiny(target, draft, draft_share=share)
     assert pair.generate(random_prompts([70])[0], max_new_tokens=6).stats.new_tokens == [6]
+
+
+def test_an_attention_that_rotates_by_another_name_is_refused():
+    class Attention(torch.nn.Module):
+        def forward(self, query):
+            return query
+
+    with pytest.raises(RuntimeError, match=r"Attention.forward of transformers .* has no apply_rotary_pos_emb"):
+        defer_rotation(Attention)
