@@ -1,4 +1,4 @@
-"""The only file that knows transformers' internals: how a causal LM runs on our caches and our attention."""
+"""What knows transformers' internals: how a causal LM runs on our caches and our attention."""
 
 from __future__ import annotations
 
