@@ -27,11 +27,11 @@ from dustin_compile.profiling.haystack import BOOK_PART, read_book
 from dustin_compile.profiling.reader import Reader
 from dustin_compile.profiling.search import combine, oracle_rate, recovery_rate, scoring_cost, streaming_rate
 from dustin_compile.profiling.trajectories import Groups, Recording, record
+from dustin_compile.quality.bootstrap import interval
 
 BUDGETS = (512, 256, 128)
 CONTEXTS = (2048, 4096, 8128)  # SmolLM2 ends at 8192
 STEPS = 6  # a passage and context, 64 tokens apart
-RESAMPLES = 2000
 FIELDS = ("target_heads", "draft_heads", "draft_share")
 
 
@@ -94,7 +94,8 @@ def main() -> None:
         rates["oracle"] = oracle_rate(part, budget, config.sinks, config.window), None
         rates["streaming"] = streaming_rate(part, budget, config.sinks), None
         for name, (values, profile) in rates.items():
-            mean, low, high = bootstrap(values.cpu(), passage[chosen.cpu()])
+            at = passage[chosen.cpu()]
+            mean, low, high = interval(torch.stack([values.cpu()[at == i].mean() for i in at.unique()]))
             cells.setdefault(name, []).append(f"{100 * mean:.1f}")
             fields = {}
             if profile is not None:
@@ -154,14 +155,6 @@ def rate(recording: Recording, groups: tuple[Groups, Groups], profile: Profile, 
         )
     )
     return recovery_rate(recording, draft, target, config.budget, config.sinks, config.window, profile.draft_share)
-
-
-def bootstrap(values: Tensor, passage: Tensor) -> tuple[float, float, float]:
-    """Mean, and its 95% interval over passages."""
-    means = torch.stack([values[passage == i].mean() for i in passage.unique()])
-    drawn = torch.randint(len(means), (RESAMPLES, len(means)), generator=torch.Generator().manual_seed(0))
-    low, high = means[drawn].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
-    return means.mean().item(), low, high
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from dustin_compile.config import AttentionMode, DustinConfig
 from dustin_compile.demo import COMPARE_STAGES, Comparison, compare, decode_rate
 from dustin_compile.export import Backend
 from dustin_compile.layer_skip import layer_skip as skip_layers
-from dustin_compile.loading import LoadedPair, load_pair
+from dustin_compile.loading import LoadedPair, choose_place, load_pair
 from dustin_compile.pair import compile_pair
 from dustin_compile.profile import Profile
 from dustin_compile.profiling.pipeline import profile_pair
@@ -337,12 +337,9 @@ def bench(
             gammas=_integers("gammas", gammas),
             minutes=minutes,
         )
-        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        default = torch.float32 if place.type == "cpu" else torch.bfloat16
         made = make_pair(
             pair,
-            place,
-            default if dtype == "auto" else getattr(torch, dtype),
+            *choose_place(*_place(device, dtype)),
             profile,
             gamma=gamma,
             budget=budget,
@@ -436,12 +433,13 @@ def _integers(name: str, text: str) -> list[int]:
 
 
 def _load(target: str | Path, draft: str | Path, device: str, dtype: Dtype) -> LoadedPair:
-    return load_pair(
-        target,
-        draft,
-        device=None if device == "auto" else device,
-        dtype=None if dtype == "auto" else getattr(torch, dtype),
-    )
+    place, kind = _place(device, dtype)
+    return load_pair(target, draft, device=place, dtype=kind)
+
+
+def _place(device: str, dtype: Dtype) -> tuple[str | None, torch.dtype | None]:
+    """The options as the library takes them: None for auto."""
+    return None if device == "auto" else device, None if dtype == "auto" else getattr(torch, dtype)
 
 
 @contextmanager

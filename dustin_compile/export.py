@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 
 from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel, PassingCache
 from dustin_compile.config import DustinConfig
+from dustin_compile.profile import checksum
 from dustin_compile.runtime import (
     FORMAT,
     INSTALL_TENSORRT,
@@ -35,7 +36,6 @@ from dustin_compile.runtime import (
     WEIGHTS,
     describe_platform,
     hash_file,
-    manifest_checksum,
 )
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def export_pair(
             },
         }
         manifest = json.loads(json.dumps(manifest))
-        manifest["checksum"] = manifest_checksum(manifest)
+        manifest["checksum"] = checksum(manifest)
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
         if directory.exists():
             directory.rmdir()

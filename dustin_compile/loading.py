@@ -36,6 +36,12 @@ def load_pair(
     )
 
 
+def choose_place(device: str | torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+    """Where and in what to run: by default the GPU, or the CPU without one; bfloat16 there, float32 on a CPU."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
 def load_target(
     name: str | Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
@@ -49,8 +55,7 @@ def load_target(
     Raises:
         OSError: it is not there.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    device, dtype = choose_place(device, dtype)
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
 
 

@@ -121,7 +121,7 @@ class Profile:
         content = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **fields}))
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1))
+        unfinished.write_text(json.dumps({**content, "checksum": checksum(content)}, indent=1))
         os.replace(unfinished, path)
 
     @staticmethod
@@ -147,14 +147,14 @@ class Profile:
             raise ValueError(
                 f"profile {path}: version={version} is newer than {VERSION}, the newest that this dustin_compile reads"
             )
-        checksum = content.pop("checksum", None)
-        found = _checksum({"version": version, **content})
+        stored = content.pop("checksum", None)
+        found = checksum({"version": version, **content})
         del content["format"]
         try:
             profile = Profile(**_parse(content), path=path)
         except ValueError as error:
             raise ValueError(f"profile {path}: {error}") from None
-        if checksum != found:
+        if stored != found:
             raise ValueError(
                 f"profile {path}: checksum does not match: it was damaged or edited; to change a profile, "
                 "dataclasses.replace() it and save() it"
@@ -203,7 +203,8 @@ def _pair_key(target: Fingerprint | None, draft: Fingerprint | None) -> str:
     return hashlib.sha256(f"{target}\n{draft}".encode()).hexdigest()[:16]
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def checksum(content: dict[str, Any]) -> str:
+    """SHA-256 of what a JSON file says, which finds damage and edits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -22,7 +22,7 @@ from dustin_compile.kv_cache import KVCache
 from dustin_compile.ops.append_kv import append_kv
 from dustin_compile.ops.dense_attention import dense_attention
 from dustin_compile.ops.sparse_attention import sparse_attention
-from dustin_compile.profile import Profile
+from dustin_compile.profile import Profile, checksum
 
 FORMAT = "dustin_compile.export"
 VERSION = 1
@@ -358,11 +358,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ExportError(f"{path}: format must be {FORMAT!r}")
     if manifest.get("version") != VERSION:
         raise ExportError(f"{path}: version={manifest.get('version')!r}, and this dustin_compile reads {VERSION}")
-    checksum = manifest.pop("checksum", None)
-    if checksum != manifest_checksum(manifest):
+    stored = manifest.pop("checksum", None)
+    if stored != checksum(manifest):
         raise ExportError(f"{path} was altered: its checksum does not match")
     return manifest
-
-
-def manifest_checksum(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -166,7 +166,7 @@ def test_other_hardware_and_versions_are_refused(copy, key, value, message):
     manifest = json.loads(path.read_text())
     del manifest["checksum"]
     manifest["platform"][key] = value
-    path.write_text(json.dumps({**manifest, "checksum": runtime.manifest_checksum(manifest)}))
+    path.write_text(json.dumps({**manifest, "checksum": runtime.checksum(manifest)}))
     with pytest.raises(ExportError, match=message):
         load_exported(copy)
 
