@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType
@@ -21,6 +22,7 @@ from dustin_compile.kv_cache import KVCache
 from dustin_compile.ops.append_kv import append_kv
 from dustin_compile.ops.dense_attention import dense_attention
 from dustin_compile.ops.score_heads import score_heads
+from dustin_compile.ops.skinny_linear import skinny_linear
 from dustin_compile.ops.sparse_attention import sparse_attention
 
 ATTENTION_NAME = "dustin_compile"
@@ -124,12 +126,39 @@ def defer_rotation(attention: type[nn.Module]) -> type[nn.Module]:
 SMALL_PRODUCT = 16  # rows up to which a CPU multiplies faster with the weight first
 
 
+_plain_products = False  # a context variable could not be compiled
+
+
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Within, models multiply by torch's own ops alone, for backends that know no others."""
+    global _plain_products
+    _plain_products = True
+    try:
+        yield
+    finally:
+        _plain_products = False
+
+
+def is_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Whether `skinny_linear` is the fastest way to multiply x[B, T, in] with weight[out, in], as seen on an H200.
+
+    It is up to 16 rows, and with small weights up to 32, but not with a vocabulary of outputs.
+    """
+    if _plain_products or not x.is_cuda or x.dtype == torch.float32 or weight.shape[0] > 2**16:
+        return False
+    rows = x.shape[0] * x.shape[1]
+    return rows <= 16 or (rows <= 32 and weight.numel() <= 10_000_000)
+
+
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias, [B, T, in] to [B, T, out].
 
     Between a matrix-vector product and a large one, MKL is about twice as fast with its operands exchanged (seen on
     two cores of an AMD EPYC).
     """
+    if is_skinny(x, weight):
+        return skinny_linear(x.contiguous(), weight, bias)
     rows = x.shape[0] * x.shape[1]
     if x.device.type != "cpu" or not 1 < rows <= SMALL_PRODUCT:
         return nn.functional.linear(x, weight, bias)
@@ -175,6 +204,24 @@ def _join(parameters: list[Tensor]) -> Tensor:
             parameter.data = view
     rows = sum(p.shape[0] for p in parameters)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+class MergedMLP(nn.Module):
+    """A gated MLP whose gate and up projection are one product, with the activation in the same kernel for few rows."""
+
+    def __init__(self, mlp: Any, activation: str):
+        super().__init__()
+        self.gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj])
+        self.down = MergedLinear([mlp.down_proj])
+        self.activation = mlp.act_fn
+        self.is_swiglu = activation in ("silu", "swish")
+
+    def forward(self, x: Tensor) -> Tensor:
+        merged = self.gate_up
+        if self.is_swiglu and is_skinny(x, merged.weight):
+            return self.down(skinny_linear(x.contiguous(), merged.weight, merged.bias, gated=True))
+        gate, up = multiply(x, merged.weight, merged.bias).split(merged.sizes, dim=-1)
+        return self.down(self.activation(gate) * up)
 
 
 def _merge(parent: nn.Module, *names: str) -> None:
@@ -247,8 +294,7 @@ class CausalModel:
             layer.self_attn.__class__ = defer_rotation(type(layer.self_attn))  # type: ignore[arg-type]
             _merge(layer.self_attn, "q_proj", "k_proj", "v_proj")
             _merge(layer.self_attn, "o_proj")
-            _merge(layer.mlp, "gate_proj", "up_proj")
-            _merge(layer.mlp, "down_proj")
+            layer.mlp = MergedMLP(layer.mlp, self.config.hidden_act)
         self.embed_tokens = twin.model.embed_tokens
         self.rotary_emb = twin.model.rotary_emb
         self.norm = twin.model.norm

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+
+OPTIONS: dict[str, Any] = {"triton.enable_pdl": True}  # inductor's kernels overlap too; see ops/dependent_launch.py
 
 
 def compile_region(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
@@ -18,7 +22,33 @@ def compile_region(function: Callable[..., Any], dynamic: bool = False) -> Calla
     original = cast(FunctionType, function)
     code = original.__code__.replace()
     copy = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, original.__closure__)
-    return torch.compile(copy, fullgraph=True, dynamic=dynamic)
+    return torch.compile(copy, fullgraph=True, dynamic=dynamic, options=OPTIONS)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def launch_beside(function: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Run a function on a second stream while the current one goes on; what is returned waits for its result.
+
+    On CPU it runs at once.
+    """
+    if device.type != "cuda":
+        result = function()
+        return lambda: result
+    current, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        result = function()
+    result.record_stream(current)
+
+    def join() -> Tensor:
+        current.wait_stream(side)
+        return result
+
+    return join
 
 
 def capture(function: Callable[[], None], warmups: int = 2) -> Callable[[], None]:

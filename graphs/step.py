@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dustin_compile.adapter import CausalModel
 from dustin_compile.config import DustinConfig
-from dustin_compile.graphs.capture import compile_region
+from dustin_compile.graphs.capture import compile_region, launch_beside
 from dustin_compile.graphs.draft import Choose, Proposal, propose
 from dustin_compile.graphs.state import State
 from dustin_compile.graphs.verify import score_and_choose, verify
@@ -57,9 +57,14 @@ class Step:
             uniforms = uniform(sampling.seed, sampling.stream, state.step, 2 * gamma + 1)
             draft_uniforms = uniforms[:, :gamma]
         sparse_draft = config.draft_attention == "sparse"
+        choosing = sparse_draft or config.verify == "sparse"
+        if choosing:  # from the last step's query: the draft, which leaves most of the device idle, hides it
+            target_scores = launch_beside(
+                lambda: self.target.score(state.query, state.target_cache, state.seq_lens), self.target.device
+            )
         proposal = propose(self.draft, state, gamma, sparse_draft, self.choose[decoding], draft_uniforms)
-        if sparse_draft or config.verify == "sparse":
-            score_and_choose(self.target, self.draft, state, proposal.queries, config)
+        if choosing:
+            score_and_choose(self.draft, state, target_scores(), proposal.queries, config)
         sparse = config.verify == "sparse" and not refresh
         lookback = (config.refresh_every - 1) * (gamma + 1) if refresh else 0
         logits, queries = verify(self.target, state, gamma, sparse, lookback)

@@ -25,10 +25,9 @@ def choose_set(state: State, draft_scores: Tensor, target_scores: Tensor, length
 
 
 def score_and_choose(
-    target: CausalModel, draft: CausalModel, state: State, draft_queries: Tensor, config: DustinConfig
+    draft: CausalModel, state: State, target_scores: Tensor, draft_queries: Tensor, config: DustinConfig
 ) -> None:
-    """Choose this step's set from the target's last query and the draft's look-ahead [B, gamma, heads, D]."""
-    target_scores = target.score(state.query, state.target_cache, state.seq_lens)
+    """Choose this step's set from the target's scores and the draft's look-ahead [B, gamma, heads, D]."""
     draft_scores = draft.score(draft_queries, state.draft_cache, state.seq_lens)
     choose_set(state, draft_scores, target_scores, state.seq_lens, config)
 

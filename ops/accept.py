@@ -12,14 +12,16 @@ ARGMAX_CHUNKS = 64
 def greedy(logits: Tensor) -> Tensor:
     """The likeliest token, the first of equals; [..., V] to [...] int64.
 
-    It looks for the best chunk of the vocabulary first: on a GPU a row of argmax over all of it is one slow program.
+    It looks for the best chunk of the vocabulary first, by value alone: on a GPU a row of argmax over all of it is one
+    slow program.
     """
     vocab = logits.shape[-1]
     width = -(-vocab // ARGMAX_CHUNKS)
     padded = torch.nn.functional.pad(logits, (0, width * ARGMAX_CHUNKS - vocab), value=float("-inf"))
-    best, token = padded.unflatten(-1, (ARGMAX_CHUNKS, width)).max(-1)
-    chunk = best.argmax(-1, keepdim=True)
-    return (chunk * width + token.gather(-1, chunk))[..., 0]
+    chunks = padded.unflatten(-1, (ARGMAX_CHUNKS, width))
+    chunk = chunks.amax(-1).argmax(-1, keepdim=True)
+    token = chunks.take_along_dim(chunk[..., None], -2)[..., 0, :].argmax(-1, keepdim=True)
+    return (chunk * width + token)[..., 0]
 
 
 def accept_greedy(draft_tokens: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:

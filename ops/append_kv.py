@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dustin_compile.ops.checks import FLOATS, check_heads, check_rows
+from dustin_compile.ops.dependent_launch import can_overlap, follow_previous
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -51,10 +52,11 @@ def _append_kv_kernel(
     query_stride_b, query_stride_t, query_stride_h, key_stride_b, key_stride_t, key_stride_h,
     value_stride_b, value_stride_t, value_stride_h, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i) takes the i-th BLOCK_H of the token's heads: first query heads, then key/value heads."""
     HALF: tl.constexpr = HEAD_DIM // 2
+    follow_previous(OVERLAP)
     row, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)[None, :]
     in_half = dim < HALF
@@ -105,11 +107,12 @@ def append_kv_triton(
     block_d = triton.next_power_of_2(head_dim // 2)
     block_h = min(triton.next_power_of_2(query_heads), max(1, 1024 // block_d))
     blocks = triton.cdiv(query_heads, block_h) + triton.cdiv(kv_heads, block_h)
+    overlap = can_overlap(query.device)
     _append_kv_kernel[(batch * tokens, blocks)](
         key_cache, value_cache, query, key, value, cos, sin, start, rotated, tokens, key_cache.shape[1],
         *key_cache.stride()[:3], *value_cache.stride()[:3], *query.stride()[:3], *key.stride()[:3],
         *value.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
-        query_heads, kv_heads, head_dim, block_h, block_d, num_warps=4,
+        query_heads, kv_heads, head_dim, block_h, block_d, overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return rotated
 

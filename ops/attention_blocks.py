@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dustin_compile.ops.dependent_launch import can_overlap, follow_previous
+
 MAX_SPLITS = 64
 MAX_PARTIAL_ELEMENTS = 2**25  # fp32 workspace of a split launch: at most 128 MiB
 COMBINE_BLOCKS = 4  # what the combining kernel costs, in blocks of keys
@@ -145,8 +147,10 @@ def store_packed_rows(
 
 @triton.jit
 def _combine_kernel(
-    partial, mass, out, rows, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
-):
+    partial, mass, out, rows, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     dim = tl.arange(0, BLOCK_D)
@@ -167,4 +171,7 @@ def combine_splits(partial: Tensor, mass: Tensor, out: Tensor) -> None:
     splits, rows, head_dim = partial.shape
     block_d, block_s = triton.next_power_of_2(head_dim), triton.next_power_of_2(splits)
     warps = 4 if block_d * block_s > 2048 else 2
-    _combine_kernel[(rows,)](partial, mass, out, rows, splits, head_dim, block_d, block_s, num_warps=warps)
+    overlap = can_overlap(out.device)
+    _combine_kernel[(rows,)](
+        partial, mass, out, rows, splits, head_dim, block_d, block_s, overlap, num_warps=warps, launch_pdl=overlap
+    )

@@ -20,6 +20,7 @@ from dustin_compile.ops.attention_blocks import (
     store_packed_rows,
 )
 from dustin_compile.ops.checks import check_attention, check_rows, check_tensor
+from dustin_compile.ops.dependent_launch import can_overlap, follow_previous
 
 TAIL = 16  # positions of the block that every launch ends with; tl.dot's least
 
@@ -49,8 +50,9 @@ def _sparse_attention_kernel(
     value_stride_b, value_stride_n, value_stride_h, indices_stride_b, indices_stride_k,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow_previous(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(2)
     row, kv_head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     q, token, head = load_packed_queries(
@@ -129,12 +131,13 @@ def sparse_attention_triton(
     splits = choose_splits(tiles * batch * kv_heads, blocks, launch.resident, out.numel(), out.device)
     partial = torch.empty(splits if splits > 1 else 0, rows, head_dim, dtype=torch.float32, device=query.device)
     mass = torch.empty(partial.shape[:2], dtype=torch.float32, device=query.device)
+    overlap = can_overlap(query.device)
     _sparse_attention_kernel[(tiles, batch * kv_heads, splits)](
         query, key_cache, value_cache, indices, counts, tail_start, start, out, partial, mass, scale * LOG2_E,
         tokens, rows, splits, budget,
         *query.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3], *indices.stride(),
-        kv_heads, group, head_dim, launch.block_m, launch.block_n, block_d, TAIL, splits == 1,
-        num_warps=launch.warps, num_stages=launch.stages,
+        kv_heads, group, head_dim, launch.block_m, launch.block_n, block_d, TAIL, splits == 1, overlap,
+        num_warps=launch.warps, num_stages=launch.stages, launch_pdl=overlap,
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, mass, out)

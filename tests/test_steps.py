@@ -61,7 +61,8 @@ def script_acceptances(monkeypatch, pair, script):
 
     def scripted(draft, state, gamma, *args, **kwargs):
         proposal = propose(draft, state, gamma, *args, **kwargs)
-        step_module.score_and_choose(target, draft, state, proposal.queries, config)
+        target_scores = target.score(state.query, state.target_cache, state.seq_lens)
+        step_module.score_and_choose(draft, state, target_scores, proposal.queries, config)
         slots = state.seq_lens[:, None].long() + 1 + torch.arange(gamma)
         accepted = script[:, int(state.step) % script.shape[1]]
         for i in range(gamma):
