@@ -19,9 +19,11 @@ from dustin_compile.ops.checks import (
     check_tensor,
 )
 
+TILE_ELEMENTS = 2**14  # of the keys, that a program of the scoring kernel reads
 MEAN_ELEMENTS = 2048  # stored logits that a program of the averaging kernel reads at once,
 MEAN_ROWS = 8  # of at most so many query rows,
 MEAN_WARPS = 1  # in so many warps
+MASS_TILES = 128  # whose masses it reads at once
 
 
 def score_heads_reference(
@@ -42,13 +44,13 @@ def score_heads_reference(
 
 @triton.jit
 def _score_tile_kernel(
-    query, key_cache, groups, seq_lens, offsets, tops, totals, scale_log2, tokens, tiles,
+    query, key_cache, groups, seq_lens, offsets, tops, masses, scale_log2, tokens, tiles,
     query_stride_b, query_stride_t, query_stride_h,
     key_stride_layer, key_stride_b, key_stride_n, key_stride_h,
     HEADS: tl.constexpr, MAX_COUNT: tl.constexpr, ROW_TILES: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 logits of a tile of positions, stored as offsets from the tile's top, with its sum of exponentials.
+    """Base-2 logits of a tile of positions, stored as offsets from the tile's top, with their log-sum-exp.
 
     A tile is stored whole, with -inf behind the length: a mask within rows would break every store into single numbers.
     """
@@ -73,8 +75,9 @@ def _score_tile_kernel(
     in_dim = (dim < HEAD_DIM)[None, :]
     q = tl.load(query + query_offset[:, None] + dim[None, :], mask=used[:, None] & in_dim, other=0.0)
     k = tl.load(
-        key_base + position.to(tl.int64)[:, None] * key_stride_n + dim[None, :], mask=valid[:, None] & in_dim, other=0.0
-    )
+        key_base + position.to(tl.int64)[:, None] * key_stride_n + dim[None, :], mask=valid[:, None] & in_dim, other=0.0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     logits = tl.where(valid[None, :], logits, float("-inf"))
     top = tl.max(logits, 1)
@@ -86,29 +89,13 @@ def _score_tile_kernel(
         mask=used[:, None],
     )  # fmt: skip
     tl.store(tops + flat * tiles + tile, top, mask=used)
-    tl.store(totals + flat * tiles + tile, tl.sum(tl.exp2(logits), 1), mask=used)
-
-
-@triton.jit
-def _score_mass_kernel(tops, totals, seq_lens, masses, query_rows, tiles, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Base-2 log-sum-exp of each query row over all its tiles."""
-    query_row, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(seq_lens + row)
-    if length == 0:  # nobody will ask
-        return
-    flat = row * query_rows + query_row
-    tile = tl.arange(0, BLOCK_S)
-    written = tile * BLOCK_N < length
-    top = tl.load(tops + flat * tiles + tile, mask=written, other=float("-inf"))
-    total = tl.load(totals + flat * tiles + tile, mask=written, other=0.0)
-    highest = tl.max(top, 0)
-    tl.store(masses + flat, highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0)))
+    tl.store(masses + flat * tiles + tile, top + tl.log2(tl.sum(tl.exp2(logits), 1)), mask=used)
 
 
 @triton.jit
 def _score_mean_kernel(
     offsets, tops, masses, seq_lens, out, query_rows, capacity, tiles,
-    BLOCK_N: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASS_TILES: tl.constexpr,
 ):  # fmt: skip
     """Mean of the softmax over the query rows, for TILES tiles of positions."""
     row = tl.program_id(1).to(tl.int64)
@@ -117,16 +104,25 @@ def _score_mean_kernel(
     written = (tile * BLOCK_N < length)[None, :]
     position = tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     scores = tl.zeros([TILES, BLOCK_N], tl.float32)
-    for chunk in range(0, query_rows, ROWS):
+    for chunk in range(0, tl.where(tl.program_id(0) * TILES * BLOCK_N < length, query_rows, 0), ROWS):
         query_row = chunk + tl.arange(0, ROWS)
         used = (query_row < query_rows)[:, None]
         flat = row * query_rows + query_row
         top = tl.load(tops + flat[:, None] * tiles + tile[None, :], mask=used & written, other=0.0)
-        shift = top - tl.load(masses + flat[:, None], mask=used & written, other=0.0)
         offset = tl.load(
             offsets + (flat * (tiles * BLOCK_N))[:, None, None] + position[None, :, :],
             mask=(used & written)[:, :, None], other=float("-inf"),
         )  # fmt: skip
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for first in range(0, tl.cdiv(length, BLOCK_N), MASS_TILES):
+            other = first + tl.arange(0, MASS_TILES)
+            there = used & (other * BLOCK_N < length)[None, :]
+            mass = tl.load(masses + flat[:, None] * tiles + other[None, :], mask=there, other=-1e30)
+            higher = tl.maximum(highest, tl.max(mass, 1))
+            total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(mass - higher[:, None]), 1)
+            highest = higher
+        shift = top - (highest + tl.log2(total))[:, None]
         scores += tl.sum(tl.exp2(offset.to(tl.float32) + shift[:, :, None]), 0)
     tl.store(out + row * capacity + position, scores / query_rows, mask=position < capacity)
 
@@ -144,7 +140,7 @@ def score_heads_triton(
         block_m, block_n = 16, 64
     else:
         block_m = min(64, max(16, triton.next_power_of_2(tokens * max_count)))
-        block_n = min(256, 2**14 // block_d) if block_m < 64 else 128
+        block_n = min(256, TILE_ELEMENTS // block_d) if block_m < 64 else 128
     row_tiles, tiles = triton.cdiv(tokens * max_count, block_m), triton.cdiv(capacity, block_n)
     out = torch.empty(batch, capacity, dtype=torch.float32, device=query.device)
     # As base-2 logits below the tile's top: in half precision the largest are the most exact, and none underflows.
@@ -152,21 +148,17 @@ def score_heads_triton(
         batch, query_rows, tiles * block_n, dtype=torch.float32 if exact else torch.float16, device=query.device
     )
     tops = torch.empty(batch, query_rows, tiles, dtype=torch.float32, device=query.device)
-    totals = torch.empty_like(tops)
-    masses = torch.empty(batch, query_rows, dtype=torch.float32, device=query.device)
+    masses = torch.empty_like(tops)
     _score_tile_kernel[(tiles, groups.shape[0] * row_tiles, batch)](
-        query, key_cache, groups, seq_lens, offsets, tops, totals, scale * LOG2_E, tokens, tiles,
+        query, key_cache, groups, seq_lens, offsets, tops, masses, scale * LOG2_E, tokens, tiles,
         *query.stride()[:3], *key_cache.stride()[:4], heads, max_count, row_tiles, head_dim, block_m, block_n, block_d,
         num_warps=8 if block_n * block_m >= 8192 else 4,
     )  # fmt: skip
-    _score_mass_kernel[(query_rows, batch)](
-        tops, totals, seq_lens, masses, query_rows, tiles, block_n, triton.next_power_of_2(tiles), num_warps=1
-    )
     mean_rows = min(MEAN_ROWS, triton.next_power_of_2(query_rows))
     mean_tiles = max(1, MEAN_ELEMENTS // (mean_rows * block_n))
     _score_mean_kernel[(triton.cdiv(tiles, mean_tiles), batch)](
         offsets, tops, masses, seq_lens, out, query_rows, capacity, tiles, block_n, mean_tiles, mean_rows,
-        num_warps=MEAN_WARPS,
+        MASS_TILES, num_warps=MEAN_WARPS,
     )  # fmt: skip
     return out
 

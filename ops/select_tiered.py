@@ -13,7 +13,10 @@ from torch import Tensor
 from dustin_compile.ops.checks import check_at_least, check_rows, check_tensor
 
 ROUND_TILE = 8192  # positions a program; smaller tiles leave more winners to the next round
-LAST_TILE = 16384  # positions that one program can still hold
+LAST_TILE = 4096  # positions that one program can still hold
+WARP_TILE = 512  # positions a warp
+GROUP = 4  # positions that play as one for a first threshold, where it need not be exact
+ROUND_BITS, LAST_BITS = 2, 2  # of a threshold, found in one pass over a tile
 
 
 def _highest_reference(scores: Tensor, count: int) -> Tensor:
@@ -45,62 +48,91 @@ def select_tiered_reference(
 
 
 @triton.jit
-def _highest(key, count, most):
-    """Mask of the highest of the keys >= 0: at least `count` of them and at most `most`; of equal ones the first."""
-    threshold = tl.max(key, 0) * 0  # found bit by bit: a number that at least `count` keys reach
-    bit = tl.where(tl.sum((key >= 0).to(tl.int32), 0) <= most, -1, 30)
-    while bit >= 0:
-        candidate = threshold | (1 << bit)
-        reached = tl.sum((key >= candidate).to(tl.int32), 0)
-        threshold = tl.where(reached >= count, candidate, threshold)
-        bit = tl.where((reached >= count) & (reached <= most), -1, bit - 1)
-    above, equal = key > threshold, key == threshold
-    chosen = above | equal
-    needed = most - tl.sum(above.to(tl.int32), 0)
-    if tl.sum(equal.to(tl.int32), 0) > needed:
+def _find_threshold(key, count, most, BITS: tl.constexpr):
+    """A number that at least `count` of the keys >= 0 reach, and at most `most` if there is such a one; how many do.
+
+    Where fewer than `count` keys are >= 0, both are 0. Each pass over the keys finds the next BITS bits, by all their
+    values at once: what takes time is the sum over all threads.
+    """
+    digits = tl.arange(0, 1 << BITS)
+    players = key[None, :]
+    threshold = tl.max(key, 0) * 0
+    found = threshold
+    shift = 31 - BITS
+    while shift >= 0:
+        # By the sign of a difference: comparisons would take longer to count.
+        reached = -tl.sum(((threshold - 1) + (digits << shift)[:, None] - players) >> 31, 1)
+        best = tl.max(tl.where(reached >= count, (digits << 24) | reached, 0), 0)
+        digit, found = best >> 24, best & 0xFFFFFF
+        threshold += digit << shift
+        shift = tl.where((found <= most) | (shift == 0), -1, tl.maximum(shift - BITS, 0))
+    return threshold, found
+
+
+@triton.jit
+def _highest(key, count, most, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """Mask of the highest of the keys >= 0: at least `count` of them and at most `most`; of equal ones the first.
+
+    What `count` groups of GROUP keys reach by their best, at least `count` keys reach, and mostly few more.
+    """
+    if GROUP == 1:
+        threshold, found = _find_threshold(key, count, most, BITS)
+    else:
+        best = tl.max(tl.reshape(key, [GROUP, key.shape[0] // GROUP]), 0)
+        threshold, found = _find_threshold(best, count, (count + most) // 2, BITS)
+        found = tl.sum((key >= threshold).to(tl.int32), 0)
+        if found > most:
+            threshold, found = _find_threshold(key, count, most, BITS)
+    chosen = key >= threshold
+    if found > most:
+        above, equal = key > threshold, key == threshold
+        needed = most - tl.sum(above.to(tl.int32), 0)
         chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= needed))
     return chosen
 
 
 @triton.jit
-def _keys(scores, mask):
-    """Scores as integers of the same order, -1 where masked."""
-    bits = tl.load(scores, mask=mask, other=0.0).to(tl.int32, bitcast=True)
-    return tl.where(mask, tl.maximum(bits, 0), -1)  # the maximum makes -0.0 a zero
+def _load_keys(scores, mask):
+    """Scores as integers of the same order."""
+    return tl.maximum(tl.load(scores, mask=mask, other=0.0).to(tl.int32, bitcast=True), 0)  # a -0.0 becomes a zero
 
 
 @triton.jit
 def _select_round_kernel(
     draft_scores, target_scores, seq_lens, entrants, winners, indices, counts,
     draft_stride_b, draft_stride_n, target_stride_b, target_stride_n, capacity, entrant_count,
-    budget, sinks, window, draft_share,
-    FIRST: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WINNERS: tl.constexpr, BLOCK_K: tl.constexpr,
+    budget, sinks, window, draft_share, winner_count,
+    FIRST: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(seq_lens + row), capacity)
     slot = tile * TILE + tl.arange(0, TILE)
     if FIRST:
         position = slot
+        readable = slot < capacity  # a mask within a vector would break it into single loads
         playing = (slot >= sinks) & (slot < tl.where(length > budget, length - window, 0))
     else:
         position = tl.load(entrants + row * entrant_count + slot, mask=slot < entrant_count, other=-1)
         playing = position >= 0
+        readable = playing
     place = position.to(tl.int64)
     target_share = budget - sinks - window - draft_share
     draft_most, target_most = draft_share, target_share
     if not LAST:  # an inexact round ends sooner; room for more winners there is
-        room = WINNERS - draft_share - target_share
+        room = winner_count - draft_share - target_share
         draft_most += room // 2
         target_most += room // 2
-    draft_key = _keys(draft_scores + row * draft_stride_b + place * draft_stride_n, playing)
-    by_draft = _highest(draft_key, draft_share, draft_most)
-    target_key = _keys(target_scores + row * target_stride_b + place * target_stride_n, playing & ~by_draft)
-    chosen = by_draft | _highest(target_key, target_share, target_most)
+    draft_key = _load_keys(draft_scores + row * draft_stride_b + place * draft_stride_n, readable)
+    target_key = _load_keys(target_scores + row * target_stride_b + place * target_stride_n, readable)
+    by_draft = _highest(tl.where(playing, draft_key, -1), draft_share, draft_most, GROUP, BITS)
+    target_key = tl.where(playing & ~by_draft, target_key, -1)
+    chosen = by_draft | _highest(target_key, target_share, target_most, GROUP, BITS)
     rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
     if LAST:
         output = indices + row * budget
         tl.store(output + sinks + rank, position, mask=chosen)
-        place = tl.arange(0, BLOCK_K)
+        place = tl.arange(0, BLOCK)
         # A row within the budget has no players: its positions are all sinks, and there is no window.
         sinks = tl.where(length > budget, sinks, budget)
         shift = tl.where(length > budget, length - budget, 0)
@@ -109,10 +141,10 @@ def _select_round_kernel(
         tl.store(output + place, frame, mask=(place < budget) & ((place < sinks) | (place >= budget - window)))
         tl.store(counts + row, tl.minimum(length, budget))
     else:
-        output = winners + (row * tl.num_programs(0) + tile) * WINNERS
+        output = winners + (row * tl.num_programs(0) + tile) * winner_count
         tl.store(output + rank, position, mask=chosen)
-        place = tl.arange(0, WINNERS)
-        tl.store(output + place, -1, mask=place > tl.max(rank, 0))
+        place = tl.arange(0, BLOCK)
+        tl.store(output + place, -1, mask=(place > tl.max(rank, 0)) & (place < winner_count))
 
 
 def select_tiered_triton(
@@ -123,24 +155,27 @@ def select_tiered_triton(
     batch, capacity = draft_scores.shape
     indices = torch.empty(batch, budget, dtype=torch.int32, device=draft_scores.device)
     counts = torch.empty_like(seq_lens)
-    block_w = triton.next_power_of_2(max(1, budget - sinks - window))
-    round_tile = max(ROUND_TILE, 2 * block_w)
+    chosen = max(1, budget - sinks - window)
+    least = 2 * triton.next_power_of_2(chosen)  # a smaller tile could let all its players through
     entrants, entrant_count = indices, capacity  # in the first round every position plays, and none is read
     first = True
     while True:
-        last = entrant_count <= max(LAST_TILE, round_tile)
-        tile = max(512, triton.next_power_of_2(entrant_count)) if last else round_tile
+        last = entrant_count <= max(LAST_TILE, least)
+        tile = max(512, triton.next_power_of_2(entrant_count)) if last else max(ROUND_TILE, least)
         tiles = triton.cdiv(entrant_count, tile)
-        winners = torch.empty(0 if last else batch * tiles * block_w, dtype=torch.int32, device=draft_scores.device)
+        # The next round's tiles are powers of two: what is free there is room for more winners.
+        winner_count = 0 if last else max(chosen, triton.next_power_of_2(tiles * chosen) // tiles // 16 * 16)
+        winners = torch.empty(batch * tiles * winner_count, dtype=torch.int32, device=draft_scores.device)
         _select_round_kernel[(tiles, batch)](
             draft_scores, target_scores, seq_lens, entrants, winners, indices, counts,
             *draft_scores.stride(), *target_scores.stride(), capacity, entrant_count,
-            budget, sinks, window, draft_share,
-            first, last, tile, block_w, triton.next_power_of_2(budget), num_warps=min(32, tile // 512),
+            budget, sinks, window, draft_share, winner_count,
+            first, last, tile, triton.next_power_of_2(budget if last else winner_count), 1 if last else GROUP,
+            LAST_BITS if last else ROUND_BITS, num_warps=max(1, min(32, tile // WARP_TILE)),
         )  # fmt: skip
         if last:
             return indices, counts
-        entrants, entrant_count, first = winners, tiles * block_w, False
+        entrants, entrant_count, first = winners, tiles * winner_count, False
 
 
 @torch.library.custom_op("dustin_compile::select_tiered", mutates_args=())

@@ -58,7 +58,7 @@ class Grid:
     acceptance: float = 0.75
     gamma: int = 4
     gammas: Sequence[int] = (1, 2, 3, 4, 6, 8)
-    repeats: int = 10
+    repeats: int = 15
     minutes: float = 5.0
 
     def __post_init__(self) -> None:
@@ -102,8 +102,12 @@ class Run(ABC):
     def __iter__(self) -> Iterator[Row]:
         points = [(context, batch) for batch in self.grid.batches for context in self.grid.contexts]
         with torch.no_grad():
-            for context, batch in points:
-                yield from self._attempt(self.measure_steps, context, batch)
+            for batch in self.grid.batches:
+                for context in self.grid.contexts:
+                    yield from self._attempt(self.measure_steps, context, batch)
+                for context in self.grid.contexts:  # after all of the batch size, since another gamma compiles
+                    if (context, batch) in self.rates and not self.late():
+                        yield from self._attempt(self.measure_best_gamma, context, batch)
             if TRANSFORMERS not in self.grid.engines:
                 return
             if self.bench.models.slice_factor != 1:
@@ -117,6 +121,10 @@ class Run(ABC):
     @abstractmethod
     def measure_steps(self, context: int, batch: int) -> Iterator[Row]:
         """One point, with every engine but transformers."""
+
+    def measure_best_gamma(self, context: int, batch: int) -> Iterator[Row]:
+        """One point with each engine's best gamma, where the run can tell."""
+        return iter(())
 
     @abstractmethod
     def measure_transformers(self, context: int, batch: int) -> Iterator[Row]:
@@ -152,6 +160,7 @@ class GridRun(Run):
 
     def __init__(self, bench: BenchPair, grid: Grid, tell: Callable[[str], None]):
         super().__init__(bench, grid, tell, grid.acceptance, HEADROOM)
+        self.parts: dict[tuple[int, int], dict[str, float]] = {}  # of each point, as PointTimer.time_parts
 
     def measure_steps(self, context: int, batch: int) -> Iterator[Row]:
         grid, point = self.grid, PointTimer(self, context, batch)
@@ -188,23 +197,28 @@ class GridRun(Run):
                 peak_gib=round(peak / 2**30, 3), planned_gib=round(planned / 2**30, 3),
             )  # fmt: skip
         self.tell(f"{context}x{batch}: parts")
-        parts = point.time_parts()
+        parts = self.parts[context, batch] = point.time_parts()
         for part, us in parts.items():
             yield self._row(f"step_part_us/{part}", "dustin+", context, batch, us, "us", gamma=grid.gamma)
-        for engine in (engine for engine in MODES if engine in grid.engines):
-            gamma = best_gamma(engine, parts, grid)
+
+    def measure_best_gamma(self, context: int, batch: int) -> Iterator[Row]:
+        grid, rates = self.grid, self.rates[context, batch]
+        if (context, batch) not in self.parts:
+            return
+        best = {engine: best_gamma(engine, self.parts[context, batch], grid) for engine in MODES if engine in rates}
+        point = None if set(best.values()) == {grid.gamma} else PointTimer(self, context, batch)
+        for engine, gamma in best.items():
             if self.late():
                 return
-            us = point.time_step(engine, gamma)
-            tokens = expected_tokens(grid.acceptance, gamma)
-            fields = {
-                "gamma": gamma,
-                "tokens_per_step": tokens,
-                "best_of_gammas": list(grid.gammas),
-                "step_us": round(us, 1),
-            }
-            rate = batch * tokens / us * 1e6
-            yield self._row("tokens_per_second_best_gamma", engine, context, batch, rate, "tokens/s", **fields)
+            tokens, rate = expected_tokens(grid.acceptance, gamma), rates[engine]
+            if point is not None and gamma != grid.gamma:
+                self.tell(f"{context}x{batch}: {engine}, gamma {gamma}")
+                rate = batch * tokens / point.time_step(engine, gamma) * 1e6
+            yield self._row(
+                "tokens_per_second_best_gamma", engine, context, batch, rate, "tokens/s",
+                gamma=gamma, tokens_per_step=tokens, best_of_gammas=list(grid.gammas),
+                step_us=round(batch * tokens / rate * 1e6, 1),
+            )  # fmt: skip
 
     def measure_transformers(self, context: int, batch: int) -> Iterator[Row]:
         self.tell(f"{context}x{batch}: {TRANSFORMERS}")

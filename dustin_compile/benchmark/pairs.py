@@ -111,12 +111,26 @@ def make_pair(
         profile: file of the pair's profile; None: the default one.
         settings: of DustinConfig.
     """
-    models, config = make_models(name, device, dtype), DustinConfig(**settings)
-    chosen = profile or default_profile(models.target.config, models.draft.config, config)
+    models = make_models(name, device, dtype)
+    pair = compile_models(models.target, models.draft, profile, **settings)
+    return BenchPair(name, pair, models, f"profile {profile}" if profile else "default profile")
+
+
+def compile_models(
+    target: PreTrainedModel, draft: PreTrainedModel, profile: Path | None = None, **settings: Any
+) -> CompiledPair:
+    """Compile a pair to measure.
+
+    Args:
+        profile: file of the pair's profile; None: the default one.
+        settings: of DustinConfig.
+    """
+    config = DustinConfig(**settings)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="vocab_size is")  # the padding differs in the real Qwen pair too
-        pair = compile_pair(models.target, models.draft, config=config, profile=chosen)
-    return BenchPair(name, pair, models, f"profile {profile}" if profile else "default profile")
+        return compile_pair(
+            target, draft, config=config, profile=profile or default_profile(target.config, draft.config, config)
+        )
 
 
 def random_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

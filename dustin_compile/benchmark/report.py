@@ -54,6 +54,7 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     latest = {row["name"]: row for row in rows if "context" in row}
     groups = sorted({(row["pair"], row["batch"], row["gpu"]) for row in latest.values()})
@@ -69,13 +70,22 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
         figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
         for engine in ENGINES:
             line = [row for row in group if row["name"].startswith(f"tokens_per_second/{engine}/")]
-            axes.plot([row["context"] for row in line], [row["value"] for row in line], marker="o", label=engine)
+            if line:
+                axes.plot(
+                    [row["context"] for row in line],
+                    [row["value"] for row in line],
+                    marker="o",
+                    label=engine,
+                    color=f"C{ENGINES.index(engine)}",
+                )
         axes.set(
             xscale="log", yscale="log", xlabel="context, tokens", ylabel="tokens/s", title=f"{pair} × {batch}{note}"
         )
         contexts = sorted({row["context"] for row in group})
         axes.set_xticks(contexts, [f"{context // 1024}k" if context >= 1024 else str(context) for context in contexts])
         axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         figure.legend(title=gpu, loc="outside right upper")
         paths.append(folder / f"tokens_per_second-{pair}-{batch}.png")
         figure.savefig(paths[-1], dpi=150)
