@@ -1,30 +1,31 @@
-"""Exported pairs against the compiled pair on a GPU: tokens, step time, and what the export costs.
+"""Exported pairs against the compiled pair on a GPU: tokens, logits, step time, and what the export costs.
 
-    python bench/export.py [--layers 4 4] [--backends aot-inductor,tensorrt] [--pairs smollm2,qwen2.5-7b]
+    python bench/export.py [--backends aot-inductor tensorrt] [--pairs smollm2 qwen2.5-7b] [--layers 4 4] [--batch 1]
 
-Rows are appended to bench/results/export.jsonl. A part that fails prints its traceback, and the others go on.
+Rows are appended to bench/results/export.jsonl. A part that fails or takes too long prints why, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import tempfile
 import time
 import traceback
-import warnings
 from pathlib import Path
 
 import torch
 
-from dustin_compile import CompiledPair, DustinConfig, compile_pair, load_exported, smol
-from dustin_compile.benchmark.pairs import SHAPES, SMOLLM2, make_models, random_model
+from dustin_compile import CompiledPair, load_exported, smol
+from dustin_compile.benchmark.pairs import SHAPES, SMOLLM2, compile_models, make_models, random_model
 from dustin_compile.benchmark.results import RESULTS, append_rows, make_row
-from dustin_compile.benchmark.timing import median_us
-from dustin_compile.profile import default_profile
+from dustin_compile.benchmark.timing import median_us, now
+from dustin_compile.runtime import ExportedPair
 
 OUTPUT = RESULTS / "export.jsonl"
 CUDA = torch.device("cuda")
 ROUNDS = 5  # of timing, exported and compiled in turn
+CHUNK = 64  # prompt tokens a pass: one size of program; the step does not depend on it
 started = time.perf_counter()
 
 
@@ -43,38 +44,36 @@ def make(name: str, dtype: torch.dtype, layers: list[int], **settings) -> Compil
             random_model({**sizes, "num_hidden_layers": count}, CUDA, dtype)
             for sizes, count in zip((shape.target, shape.draft), layers, strict=True)
         )
-    config = DustinConfig(**settings)
-    profile = default_profile(target.config, draft.config, config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return compile_pair(target, draft, config=config, profile=profile)
+    return compile_models(target, draft, prefill_chunk=CHUNK, **settings)
 
 
-def prompt_for(name: str, context: int) -> torch.Tensor:
+def prompts_for(name: str, batch: int, context: int) -> torch.Tensor:
     if name == SMOLLM2:
         from transformers import AutoTokenizer
 
-        return smol.passage(AutoTokenizer.from_pretrained(smol.target_directory()), context).to(CUDA)
-    return torch.randint(0, 50_000, (1, context), generator=torch.Generator().manual_seed(0)).to(CUDA)
+        passage = smol.passage(AutoTokenizer.from_pretrained(smol.target_directory()), context)
+        return passage.expand(batch, -1).to(CUDA)
+    return torch.randint(0, 50_000, (batch, context), generator=torch.Generator().manual_seed(0)).to(CUDA)
 
 
-def step_us(generate, generation, prompt: torch.Tensor) -> float:
+def step_us(pair: CompiledPair | ExportedPair, prompts: torch.Tensor) -> float:
     """A replay of the captured step, on rows that have ended: they compute all the same."""
-    generate(prompt, max_new_tokens=8, eos_token_id=[])
-    replay = generation.replays[("greedy", False)]
-    return median_us(replay, CUDA, 30)
+    pair.generate(prompts, max_new_tokens=8, eos_token_id=[])
+    return median_us(pair._generation.replays[("greedy", False)], CUDA, 30)
 
 
 def compare_tokens(name: str, backend: str, context: int, tokens: int) -> None:
     """fp32 tokens of the exported pair and of the pair, sparse and dense."""
+    prompts = prompts_for(name, 1, context)
     equal, parts = True, []
     for verify in ("sparse", "dense"):
-        pair = make(name, torch.float32, [], verify=verify, draft_attention=verify, prefill_chunk=64)
-        prompt = prompt_for(name, context)
+        pair = make(name, torch.float32, [], verify=verify, draft_attention=verify)
         with tempfile.TemporaryDirectory() as folder:
-            directory = pair.export(Path(folder) / "pair", backend=backend, batch=1, max_length=context + tokens)
-            expected = pair.generate(prompt, max_new_tokens=tokens, eos_token_id=[]).sequences
-            found = load_exported(directory).generate(prompt, max_new_tokens=tokens, eos_token_id=[]).sequences
+            exported = load_exported(
+                pair.export(Path(folder) / "pair", backend=backend, batch=1, max_length=context + tokens)
+            )
+            expected = pair.generate(prompts, max_new_tokens=tokens, eos_token_id=[]).sequences
+            found = exported.generate(prompts, max_new_tokens=tokens, eos_token_id=[]).sequences
         same = int((expected == found)[0, context:].long().cumprod(0).sum())
         parts.append(f"{verify} {same} of {tokens}")
         equal = equal and same == tokens
@@ -83,66 +82,103 @@ def compare_tokens(name: str, backend: str, context: int, tokens: int) -> None:
     append_rows(OUTPUT, [make_row(f"export_tokens_equal/{name}/{backend}", equal, "1 or 0", CUDA, conditions)])
 
 
-def compare_steps(name: str, backend: str, context: int, layers: list[int]) -> None:
+@torch.no_grad()
+def logits_errors(name: str, pair: CompiledPair, exported: ExportedPair, tokens: torch.Tensor) -> dict[str, float]:
+    """Relative error of bf16 logits against fp32, of both, over a passage read densely."""
+    exact = make(name, torch.float32, [], compile=False)._generation.target
+    models = {"exact": exact, "compiled": pair._generation.target, "exported": exported._generation.target}
+    start = torch.zeros(len(tokens), dtype=torch.int32, device=CUDA)
+    block = exported.config.gamma + 1
+    logits = {}
+    for key, model in models.items():
+        cache = model.new_cache(len(tokens), tokens.shape[1])
+        hidden, _ = model.forward(tokens, start, cache, None)
+        logits[key] = model.logits(hidden[:, -block:]).float()
+    exact_logits = logits.pop("exact")
+    return {key: float((found - exact_logits).norm() / exact_logits.norm()) for key, found in logits.items()}
+
+
+def compare_steps(name: str, backend: str, batch: int, context: int, layers: list[int]) -> None:
     """bf16 step times, both captured as one CUDA graph, in turn in one process; and what the export costs."""
-    pair = make(name, torch.bfloat16, layers, prefill_chunk=64)
-    prompt = prompt_for(name, context)
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
-        directory = pair.export(Path(folder) / "pair", backend=backend, batch=1, max_length=context + 64)
-        export_seconds = time.perf_counter() - began
-        sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
-        programs = sum(size for file, size in sizes.items() if file.endswith((".pt2", ".engine")))
-        began = time.perf_counter()
-        exported = load_exported(directory)
-        torch.cuda.synchronize()
-        load_seconds = time.perf_counter() - began
-    tell(
-        f"{name} {backend}: export {export_seconds:.1f} s, load {load_seconds:.2f} s, programs {programs / 1e6:.1f} MB"
-    )
-    times: dict[str, list[float]] = {"exported": [], "compiled": []}
-    for _ in range(ROUNDS):
-        times["exported"].append(step_us(exported.generate, exported._generation, prompt))
-        times["compiled"].append(step_us(pair.generate, pair._generation, prompt))
-    medians = {key: sorted(values)[len(values) // 2] for key, values in times.items()}
-    ratio = medians["exported"] / medians["compiled"]
-    tell(f"{name} {backend}: exported {medians['exported']:.0f} us, compiled {medians['compiled']:.0f} us, {ratio:.3f}")
+    pair = make(name, torch.bfloat16, layers)
+    prompts = prompts_for(name, batch, context)
     depth = f", {layers[0]} and {layers[1]} layers, random weights" if name != SMOLLM2 else ""
-    conditions = (
-        f"bf16, {context} positions, batch 1, gamma {pair.config.gamma}, budget {pair.config.budget}, sparse{depth}; "
-        f"one CUDA graph replay, median of {ROUNDS} medians, both in turn in one process"
+    label = f"{name}/{backend}" if batch == 1 else f"{name}/{backend}/{batch}"
+    with tempfile.TemporaryDirectory() as folder:
+        began = now(CUDA)
+        directory = pair.export(Path(folder) / "pair", backend=backend, batch=batch, max_length=context + 64)
+        export_seconds = now(CUDA) - began
+        sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
+        programs = [size for file, size in sizes.items() if file.endswith((".pt2", ".engine"))]
+        began = now(CUDA)
+        exported = load_exported(directory)
+        load_seconds = now(CUDA) - began
+    tell(
+        f"{label}: export {export_seconds:.1f} s, load {load_seconds:.2f} s, {len(programs)} programs, "
+        f"{sum(programs) / 1e6:.1f} MB"
     )
-    fields = {"step_us": {key: round(value, 1) for key, value in medians.items()}}
-    rows = [make_row(f"export_step_ratio/{name}/{backend}", ratio, "ratio", CUDA, conditions, **fields)]
+    rows = []
     for key, value, unit in (
         ("export_s", export_seconds, "s"),
         ("export_load_s", load_seconds, "s"),
         ("export_size_mb", sum(sizes.values()) / 1e6, "MB"),
-        ("export_programs_mb", programs / 1e6, "MB"),
+        ("export_programs_mb", sum(programs) / 1e6, "MB"),
     ):
-        rows.append(make_row(f"{key}/{name}/{backend}", value, unit, CUDA, f"bf16, batch 1{depth}"))
+        conditions = f"bf16, batch {batch}, {len(programs)} programs{depth}"
+        rows.append(make_row(f"{key}/{label}", value, unit, CUDA, conditions))
     append_rows(OUTPUT, rows)
+    times: dict[str, list[float]] = {"exported": [], "compiled": []}
+    for _ in range(ROUNDS):
+        times["exported"].append(step_us(exported, prompts))
+        times["compiled"].append(step_us(pair, prompts))
+    medians = {key: sorted(values)[len(values) // 2] for key, values in times.items()}
+    ratio = medians["exported"] / medians["compiled"]
+    tell(f"{label}: exported {medians['exported']:.0f} us, compiled {medians['compiled']:.0f} us, {ratio:.3f}")
+    conditions = (
+        f"bf16, {context} positions, batch {batch}, gamma {pair.config.gamma}, budget {pair.config.budget}, "
+        f"sparse{depth}; one CUDA graph replay, median of {ROUNDS} medians, both in turn in one process"
+    )
+    fields = {"step_us": {key: round(value, 1) for key, value in medians.items()}}
+    append_rows(OUTPUT, [make_row(f"export_step_ratio/{label}", ratio, "ratio", CUDA, conditions, **fields)])
+    if name == SMOLLM2:
+        errors = logits_errors(name, pair, exported, prompts[:, :256])
+        tell(
+            f"{label}: relative error of logits {errors['exported']:.4f}, of the compiled pair {errors['compiled']:.4f}"
+        )
+        conditions = "bf16, logits of 5 positions behind 251, relative to fp32"
+        row = make_row(f"export_logits_error/{label}", errors["exported"], "ratio", CUDA, conditions, errors=errors)
+        append_rows(OUTPUT, [row])
+
+
+def stop(*_) -> None:
+    raise TimeoutError("the part took longer than --part-seconds")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--backends", nargs="+", default=["aot-inductor", "tensorrt"])
+    parser.add_argument("--pairs", nargs="+", default=["smollm2", "qwen2.5-7b"])
     parser.add_argument("--layers", type=int, nargs=2, default=[4, 4])
-    parser.add_argument("--backends", default="aot-inductor,tensorrt")
-    parser.add_argument("--pairs", default="smollm2,qwen2.5-7b")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--parts", nargs="+", default=["steps", "tokens"], choices=["steps", "tokens"])
+    parser.add_argument("--part-seconds", type=int, default=240)
     options = parser.parse_args()
+    signal.signal(signal.SIGALRM, stop)
     failures = 0
-    for backend in options.backends.split(","):
-        for name in options.pairs.split(","):
-            parts = [lambda: compare_steps(name, backend, options.context, options.layers)]  # noqa: B023
+    for backend in options.backends:
+        for name in options.pairs:
+            parts = {"steps": lambda: compare_steps(name, backend, options.batch, options.context, options.layers)}  # noqa: B023
             if name == SMOLLM2:
-                parts.append(lambda: compare_tokens(name, backend, options.context, 64))  # noqa: B023
-            for part in parts:
+                parts["tokens"] = lambda: compare_tokens(name, backend, options.context, 64)  # noqa: B023
+            for part in [part for part in options.parts if part in parts]:
+                signal.alarm(options.part_seconds)
                 try:
-                    part()
+                    parts[part]()
                 except Exception:
                     failures += 1
                     traceback.print_exc()
+                signal.alarm(0)
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()
     raise SystemExit(failures > 0)

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dustin_compile import smol
@@ -32,18 +33,22 @@ from dustin_compile.compatibility import check_pair
 from dustin_compile.config import AttentionMode, DustinConfig
 from dustin_compile.demo import COMPARE_STAGES, Comparison, compare, decode_rate
 from dustin_compile.export import Backend
+from dustin_compile.generation import Pair
 from dustin_compile.layer_skip import layer_skip as skip_layers
 from dustin_compile.loading import LoadedPair, choose_place, load_pair
 from dustin_compile.pair import compile_pair
 from dustin_compile.profile import Profile
 from dustin_compile.profiling.pipeline import profile_pair
 from dustin_compile.quality.report import draw_plots as draw_quality
+from dustin_compile.quality.report import make_sensitivity_table
 from dustin_compile.quality.report import make_table as make_quality_table
-from dustin_compile.quality.run import KEPT_LAYERS, SKIPPING, QualityRun
+from dustin_compile.quality.run import KEPT_LAYERS, PARTS, SKIPPING, QualityRun
+from dustin_compile.runtime import load_exported
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+FIXED_BY_EXPORT = ("target", "draft", "budget", "gamma", "verify", "device", "dtype", "compile")
 
 TargetOption = Annotated[str, typer.Option(help="Hugging Face name or directory of the model that verifies.")]
 DraftOption = Annotated[str, typer.Option(help="Name or directory of the model that proposes.")]
@@ -118,9 +123,16 @@ def compare_command(
 
 @app.command()
 def generate(
-    target: TargetOption,
-    draft: DraftOption,
+    context: typer.Context,
     prompt_file: PromptOption,
+    target: Annotated[str | None, typer.Option(help="As for compare.")] = None,
+    draft: Annotated[str | None, typer.Option(help="As for compare.")] = None,
+    exported: Annotated[
+        Path | None, typer.Option(help="Directory that export wrote, instead of --target and --draft.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Name or directory, with --exported; default: the exported target's.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above, tokens are sampled.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens.")] = None,
@@ -134,21 +146,38 @@ def generate(
     compile: CompileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a text with any pair."""
+    """Continue a text with any pair, or with one that was exported."""
     started = time.perf_counter()
     with _messages(), _progress(2) as stage:
-        config = DustinConfig(gamma=gamma, budget=budget, verify=verify, compile=compile)
-        stage("loading")
-        pair = _load(target, draft, device, dtype)
-        input_ids = pair.tokenizer(prompt_file.read(), return_tensors="pt").input_ids.to(pair.target.device)
+        pair: Pair
+        if exported is not None:
+            sources = {name: context.get_parameter_source(name) for name in FIXED_BY_EXPORT}
+            given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+            if given:
+                raise ValueError(f"{', '.join(given)}: what was exported has its own")
+            stage("loading")
+            pair = deployed = load_exported(exported)
+            name = tokenizer or deployed.tokenizer
+            if name is None:
+                raise ValueError(f"{exported} names no tokenizer: give --tokenizer")
+            text_tokenizer = AutoTokenizer.from_pretrained(name)
+        else:
+            if target is None or draft is None or tokenizer is not None:
+                raise ValueError("give --target and --draft, or --exported and perhaps --tokenizer")
+            config = DustinConfig(gamma=gamma, budget=budget, verify=verify, compile=compile)
+            stage("loading")
+            loaded = _load(target, draft, device, dtype)
+            text_tokenizer = loaded.tokenizer
+            pair = compile_pair(
+                loaded.target,
+                loaded.draft,
+                config=config,
+                tokenizer=loaded.tokenizer,
+                assistant_tokenizer=loaded.assistant_tokenizer,
+            )
+        input_ids = text_tokenizer(prompt_file.read(), return_tensors="pt").input_ids
         stage("generating")
-        output = compile_pair(
-            pair.target,
-            pair.draft,
-            config=config,
-            tokenizer=pair.tokenizer,
-            assistant_tokenizer=pair.assistant_tokenizer,
-        ).generate(
+        output = pair.generate(
             input_ids,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -157,7 +186,7 @@ def generate(
             seed=seed,
         )
     stats = output.stats
-    text = pair.tokenizer.decode(output.sequences[0, input_ids.shape[1] :], skip_special_tokens=True)
+    text = text_tokenizer.decode(output.sequences[0, input_ids.shape[1] :], skip_special_tokens=True)
     rate = decode_rate(output)
     if not as_json:
         print(text)
@@ -167,12 +196,12 @@ def generate(
     )
     if as_json:
         _print_json(
-            model=target,
+            model=target if exported is None else str(exported),
             draft=draft,
             text=text,
             context=input_ids.shape[1],
-            budget=budget,
-            gamma=gamma,
+            budget=pair.config.budget,
+            gamma=pair.config.gamma,
             new_tokens=stats.new_tokens[0],
             finish_reason=stats.finish_reasons[0],
             tokens_per_step=stats.tokens_per_step,
@@ -189,20 +218,21 @@ def export_command(
     draft: DraftOption,
     out: Annotated[Path, typer.Option(help="New or empty directory.")],
     backend: Annotated[Backend, typer.Option(help="aot-inductor needs torch alone.")] = "tensorrt",
-    batch: Annotated[int, typer.Option(help="Rows of a request, a power of two.")] = 1,
+    batch: Annotated[list[int], typer.Option(help="Rows of a request; may be repeated.")] = [1],  # noqa: B006
     max_length: Annotated[int, typer.Option(help="Tokens that a row may have, prompt included.")] = 8192,
     profile: Annotated[Path | None, typer.Option(help="File of the pair's profile; default: the cached one.")] = None,
     budget: BudgetOption = 512,
     gamma: GammaOption = 4,
     verify: Annotated[AttentionMode, typer.Option(help="sparse: approximate; dense: lossless.")] = "sparse",
+    refresh_every: Annotated[int, typer.Option(help="Verify densely every so many sparse steps; 0: never.")] = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Write a pair for deployment, to be run by dustin_compile.load_exported on hardware like this."""
+    """Write a pair for deployment, to be run by generate --exported or load_exported on hardware like this."""
     started = time.perf_counter()
     with _messages(), _progress(2) as stage:
-        config = DustinConfig(gamma=gamma, budget=budget, verify=verify)
+        config = DustinConfig(gamma=gamma, budget=budget, verify=verify, refresh_every=refresh_every)
         stage("loading")
         pair = _load(target, draft, device, dtype)
         compiled = compile_pair(
@@ -372,6 +402,7 @@ def quality(
         bool, typer.Option("--layer-skip", help=f"Also measure {smol.MODEL} with 24 of its own layers for a draft.")
     ] = False,
     text_file: Annotated[typer.FileText | None, typer.Option(help="Prose to measure with. Default: Moby Dick.")] = None,
+    parts: Annotated[str, typer.Option(help="What to measure, in this order.")] = ",".join(PARTS),
     minutes: Annotated[float, typer.Option(help="No part begins later than this.")] = 5.0,
     out: Annotated[Path, typer.Option(help="Rows are appended to it as they come.")] = RESULTS / "quality.jsonl",
     plots: Annotated[Path | None, typer.Option(help="Directory for plots of all that the output file holds.")] = None,
@@ -406,6 +437,7 @@ def quality(
             contexts=_integers("contexts", contexts),
             budgets=_integers("budgets", budgets),
             prompts=prompts,
+            parts=parts.split(","),
             gamma=gamma,
             text=None if text_file is None else text_file.read(),
             minutes=minutes,
@@ -418,6 +450,8 @@ def quality(
             for metric in ("kl", "arr", "needle"):
                 if any((row["metric"], row["draft"]) == (metric, name) for row in rows):
                     (console if as_json else Console()).print(make_quality_table(rows, metric, name))
+            if any((row["metric"], row["draft"]) == ("kl_by_sinks", name) for row in rows):
+                (console if as_json else Console()).print(make_sensitivity_table(rows, name))
         if plots is not None:
             for path in draw_quality(read_rows(out), plots):
                 console.print(Text(f"wrote {path}"))

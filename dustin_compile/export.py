@@ -1,8 +1,10 @@
 """Writes a pair as a directory of exported programs and weights, which `load_exported` runs.
 
-A decoder layer is exported as two programs with its weights as inputs, the parts before and after its attention; one
-more makes logits. Caches never enter a program: our ops, which write and read them, run in between. So all layers share
-the programs, dense and sparse passes do, and both models where they have the same shapes; weights are stored once.
+Programs are the parts of a model between the attentions of its layers: `front` before the first, `join` from one to
+the next, `back` behind the last, and `head` makes logits. Weights are their inputs, and caches never enter them: our
+ops, which write and read those, run in between. What is in them treats each token by itself, so a program is of so many
+rows, whosever tokens they are. So all layers share programs, dense and sparse passes do, batches do, and both models
+where they have the same shapes; and weights are stored once.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -22,10 +25,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Node
 from transformers import AttentionInterface
 
-from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel, PassingCache
+from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel, PassingCache, plain_products
 from dustin_compile.config import DustinConfig
+from dustin_compile.packages import build_packages
 from dustin_compile.profile import checksum
 from dustin_compile.runtime import (
     FORMAT,
@@ -66,7 +71,7 @@ AttentionInterface.register(ATTENTION_NAME, attend_cut)
 
 
 class Part(nn.Module):
-    """A function of one module, with the module's tensors as leading inputs.
+    """A function of a module, with the module's tensors as leading inputs.
 
     Args:
         module: whose tensors are replaced by inputs.
@@ -76,13 +81,13 @@ class Part(nn.Module):
 
     def __init__(self, module: nn.Module, names: list[str], function: Callable[..., tuple[Tensor, ...]]):
         super().__init__()
-        self.call = Call(module, function)
         self.names = names
+        self.calls = [Call(module, function)]  # in a list, so that the program does not hold the module's tensors
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         count = len(self.names)
         weights = {f"module.{name}": tensor for name, tensor in zip(self.names, args[:count], strict=True)}
-        return torch.func.functional_call(self.call, weights, args[count:])
+        return torch.func.functional_call(self.calls[0], weights, args[count:], tie_weights=False)
 
 
 class Call(nn.Module):
@@ -101,14 +106,14 @@ def export_pair(
     directory: str | Path,
     *,
     backend: Backend,
-    batch: int,
+    batch: int | Sequence[int],
     max_length: int,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Path:
     """Write a pair for deployment; see `CompiledPair.export`."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} must be one of {', '.join(get_args(Backend))}")
-    _check_bucket(pair, batch, max_length)
+    batches = _check_buckets(pair, batch, max_length)
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory")
@@ -119,10 +124,10 @@ def export_pair(
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        writer = Writer(unfinished, backend, batch, progress)
+        writer = Writer(unfinished, SUFFIXES[backend], batches, progress)
         gamma, chunks = pair.config.gamma, _chunk_sizes(pair.config, max_length)
         lookback = (pair.config.refresh_every - 1) * (gamma + 1) if pair.config.refresh_every else 0
-        with torch.no_grad():
+        with torch.no_grad(), plain_products() if backend == "tensorrt" else nullcontext():
             models = {
                 "target": writer.write_model(
                     "target", target, {gamma + 1, lookback + gamma + 1, *chunks}, {1, gamma + 1}, max_length
@@ -130,6 +135,8 @@ def export_pair(
                 # Its first pass of a step feeds two tokens, the others one.
                 "draft": writer.write_model("draft", draft, {2, *range(1, min(gamma, 2)), *chunks}, {1}, max_length),
             }
+        BUILDERS[backend](writer.programs, progress)
+        progress("writing weights")
         save_file(writer.tensors, unfinished / WEIGHTS)
         dataclasses.replace(pair.profile, path=None).save(unfinished / PROFILE)
         names = sorted(path.name for path in unfinished.iterdir())
@@ -139,7 +146,7 @@ def export_pair(
             "backend": backend,
             "platform": made_on,
             "dtype": str(target.dtype).removeprefix("torch."),
-            "batch": batch,
+            "batches": batches,
             "max_length": max_length,
             "vocab_size": pair.vocab_size,
             "eos_token_id": pair._defaults.eos_token_id,
@@ -165,16 +172,17 @@ def export_pair(
     return directory
 
 
-def _check_bucket(pair: CompiledPair, batch: int, max_length: int) -> None:
-    for name, value in (("batch", batch), ("max_length", max_length)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-    if batch & (batch - 1):
-        raise ValueError(f"batch={batch} must be a power of two; a request of fewer rows is filled up to it")
+def _check_buckets(pair: CompiledPair, batch: int | Sequence[int], max_length: int) -> list[int]:
+    batches: list = list(batch) if isinstance(batch, list | tuple) else [batch]
+    for name, given, values in (("batch", batch, batches), ("max_length", max_length, [max_length])):
+        if not values or any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in values):
+            several = ", or several" if name == "batch" else ""
+            raise ValueError(f"{name}={given!r} must be an integer of at least 1{several}")
     if not 2 <= max_length <= pair.max_length:
         raise ValueError(
             f"max_length={max_length} must be in 2..{pair.max_length}, the positions that both models have"
         )
+    return sorted(set(batches))
 
 
 def _chunk_sizes(config: DustinConfig, max_length: int) -> set[int]:
@@ -189,10 +197,16 @@ def _chunk_sizes(config: DustinConfig, max_length: int) -> set[int]:
 
 
 class Writer:
-    """Exports models into one directory, each program and each tensor once."""
+    """Exports models for one directory, each program and each tensor once.
 
-    def __init__(self, directory: Path, backend: Backend, batch: int, progress: Callable[[str], None]):
-        self.directory, self.backend, self.batch, self.progress = directory, backend, batch, progress
+    Attributes:
+        programs: with their example inputs, by the path where they are to be built.
+        tensors: for the weights file, by name.
+    """
+
+    def __init__(self, directory: Path, suffix: str, batches: Sequence[int], progress: Callable[[str], None]):
+        self.directory, self.suffix, self.batches, self.progress = directory, suffix, batches, progress
+        self.programs: dict[Path, tuple[ExportedProgram, tuple[Tensor, ...]]] = {}
         self.tensors: dict[str, Tensor] = {}
         self.names: dict[tuple, str] = {}  # of tensors, by storage
 
@@ -203,24 +217,20 @@ class Writer:
 
         Args:
             role: prefix of its tensors' names.
-            passes: tokens a row, for each of which a pass is exported.
-            heads: tokens a row for which logits are.
+            passes: tokens of a prompt, for each of which a pass is exported.
+            heads: tokens of a prompt for which logits are.
 
         Returns:
             its entry of the manifest.
         """
-        device, dtype, config = model.device, model.dtype, model.config
-        layer = model.layers[0]
+        device, dtype, config, layers = model.device, model.dtype, model.config, model.layers
         size = model.head_dim
-        head = nn.ModuleDict({"norm": model.norm, "lm_head": model.lm_head})
         cache_keyword = model.cache_keyword
-        programs: dict[str, dict[int, str]] = {"front": {}, "back": {}, "head": {}}
-        names: dict[str, list[str]] = {}
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(self.batch, *shape, dtype=dtype, device=device)
+            return torch.zeros(1, *shape, dtype=dtype, device=device)
 
-        def run_layer(layer: nn.Module, hidden: Tensor, cut: Cut) -> Tensor:
+        def run_attention(layer: nn.Module, hidden: Tensor, cut: Cut) -> Tensor:
             attended, _ = cast(Any, layer).self_attn(
                 hidden_states=hidden,
                 position_embeddings=(None, None),  # append_kv rotates
@@ -230,35 +240,51 @@ class Writer:
             )
             return attended
 
-        def front(layer: Any, hidden: Tensor, update: Tensor) -> tuple[Tensor, ...]:
-            hidden = hidden + update
+        def front(layer: Any, hidden: Tensor) -> tuple[Tensor, ...]:
             cut = Cut(hidden.new_zeros(*hidden.shape[:2], config.num_attention_heads, size))
-            run_layer(layer, layer.input_layernorm(hidden), cut)
-            return hidden, cast(Tensor, cut.query), cast(Tensor, cut.key), cast(Tensor, cut.value)
+            run_attention(layer, layer.input_layernorm(hidden), cut)
+            return (torch.cat([cast(Tensor, states).flatten(2) for states in (cut.query, cut.key, cut.value)], dim=-1),)
 
         def back(layer: Any, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
-            hidden = hidden + run_layer(layer, torch.zeros_like(hidden), Cut(attended))
-            return hidden, layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = hidden + run_attention(layer, torch.zeros_like(hidden), Cut(attended))
+            return (hidden + layer.mlp(layer.post_attention_layernorm(hidden)),)
+
+        def join(pair: Any, hidden: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+            (hidden,) = back(pair[0], hidden, attended)
+            return hidden, *front(pair[1], hidden)
 
         def project(head: Any, hidden: Tensor) -> tuple[Tensor, ...]:
             return (head["lm_head"](head["norm"](hidden)),)
 
+        def rows_of(tokens: set[int]) -> list[int]:
+            return sorted({batch * count for batch in self.batches for count in tokens})
+
+        joints = [nn.ModuleList(pair) for pair in pairwise(layers)]
+        modules: dict[str, tuple[Sequence[nn.Module], Callable[..., tuple[Tensor, ...]], list[int]]] = {
+            "front": ([layers[0]], front, rows_of(passes)),
+            "join": (joints, join, rows_of(passes)),
+            "back": ([layers[-1]], back, rows_of(passes)),
+            "head": ([nn.ModuleDict({"norm": model.norm, "lm_head": model.lm_head})], project, rows_of(heads)),
+        }
+        prefixes = {"front": f"{role}.0.", "back": f"{role}.{len(layers) - 1}.", "head": f"{role}."}
+        programs: dict[str, dict[int, str]] = {}
+        weights: dict[str, list[list[str]]] = {}
         with _cut_attention(config):
-            for tokens in sorted(passes):
-                hidden = zeros(tokens, config.hidden_size)
-                attended = zeros(tokens, config.num_attention_heads, size)
-                for part, function, inputs in (
-                    ("front", front, (hidden, torch.zeros_like(hidden))),
-                    ("back", back, (hidden, attended)),
-                ):
-                    self.progress(f"{role} {part}, {tokens} tokens")
-                    names[part], programs[part][tokens] = self._write_program(layer, function, inputs)
-            for tokens in sorted(heads):
-                self.progress(f"{role} head, {tokens} tokens")
-                hidden = zeros(tokens, config.hidden_size)
-                names["head"], programs["head"][tokens] = self._write_program(head, project, (hidden,))
+            for part, (parts, function, sizes) in modules.items():
+                programs[part] = {}
+                names: list[str] = []
+                for rows in sizes if parts else ():
+                    self.progress(f"tracing {role} {part}, {rows} rows")
+                    inputs = [zeros(rows, config.hidden_size)]
+                    if part in ("join", "back"):
+                        inputs.append(zeros(rows, config.num_attention_heads, size))
+                    names, programs[part][rows] = self._trace(parts[0], function, inputs)
+                weights[part] = [
+                    self._store_all(prefixes.get(part, f"{role}.{index}."), module, names)
+                    for index, module in enumerate(parts)
+                ]
         positions = torch.arange(max_length, device=device)[None]
-        cos, sin = model.rotary_emb(zeros(1, config.hidden_size)[:1], position_ids=positions)
+        cos, sin = model.rotary_emb(zeros(1, config.hidden_size), position_ids=positions)
         return {
             "shape": {
                 "num_hidden_layers": config.num_hidden_layers,
@@ -270,37 +296,29 @@ class Writer:
             "embedding": self._store(f"{role}.embedding", model.embed_tokens.weight),
             "cos": self._store(f"{role}.cos", cos[0]),
             "sin": self._store(f"{role}.sin", sin[0]),
-            "layers": [
-                {part: self._store_all(f"{role}.{index}", each, names[part]) for part in ("front", "back")}
-                for index, each in enumerate(model.layers)
-            ],
-            "head": self._store_all(role, head, names["head"]),
+            "weights": weights,
             "programs": programs,
         }
 
-    def _write_program(
-        self, module: nn.Module, function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]
+    def _trace(
+        self, module: nn.Module, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     ) -> tuple[list[str], str]:
         """Export one function of a module; returns the names of the tensors that it takes, and its file."""
         tensors = _tensors(module)
         everything = _export(Part(module, list(tensors), function), (*tensors.values(), *inputs))
         placeholders = [node for node in everything.graph.nodes if node.op == "placeholder"]
-        first = len(placeholders) - len(tensors) - len(inputs)  # behind the module's own, which nothing uses
-        names = [
-            name for name, node in zip(tensors, placeholders[first : first + len(tensors)], strict=True) if node.users
-        ]
+        names = [name for name, node in zip(tensors, placeholders, strict=False) if node.users]
         arguments = (*(tensors[name] for name in names), *inputs)
         program = _export(Part(module, names, function), arguments)
         described = [(tuple(t.shape), t.stride(), str(t.dtype)) for t in arguments]
         key = hashlib.sha256(f"{program.graph_module.code}{described}".encode()).hexdigest()[:16]
-        path = self.directory / f"{key}{SUFFIXES[self.backend]}"
-        if not path.exists():
-            BUILDERS[self.backend](program, arguments, path)
+        path = self.directory / f"{key}{self.suffix}"
+        self.programs[path] = program, arguments
         return names, path.name
 
     def _store_all(self, prefix: str, module: nn.Module, names: Sequence[str]) -> list[str]:
         tensors = _tensors(module)
-        return [self._store(f"{prefix}.{name}", tensors[name]) for name in names]
+        return [self._store(f"{prefix}{name}", tensors[name]) for name in names]
 
     def _store(self, name: str, tensor: Tensor) -> str:
         """Keep a tensor for the weights file, unless it is there; returns its name there."""
@@ -331,34 +349,82 @@ def _cut_attention(config: Any) -> Iterator[None]:
 def _export(part: Part, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """Trace a part, and drop what lies beyond the cut."""
     program = torch.export.export(part, inputs, strict=False)
-    for node in [n for n in program.graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]:
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         program.graph.erase_node(node)  # a check of what is known by now, which would keep its argument alive
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        _drop_cat(program, node)
     program.graph.eliminate_dead_code()
+    _drop_constants(program)
     program.graph_module.recompile()
     return program
 
 
-def _build_package(program: ExportedProgram, inputs: tuple[Tensor, ...], path: Path) -> None:
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+def _drop_constants(program: ExportedProgram) -> None:
+    """Let go of the weights that only what lies beyond the cut would take."""
+    signature = program.graph_signature
+    for node in program.graph.find_nodes(op="placeholder"):
+        target = signature.inputs_to_lifted_tensor_constants.get(node.name)
+        if target is not None and not node.users:
+            program.graph.erase_node(node)
+            signature.input_specs[:] = [spec for spec in signature.input_specs if spec.target != target]
+            del program.constants[target]
 
 
-def _build_engine(program: ExportedProgram, inputs: tuple[Tensor, ...], path: Path) -> None:
+def _drop_cat(program: ExportedProgram, cat: Node) -> None:
+    """Take the tensor that was split instead of its pieces put together again."""
+    pieces = [_find_piece(node) for node in cast(Sequence[Node], cat.args[0])]
+    splits = {piece.args[0] for piece in pieces if piece.target is operator.getitem}
+    if len(splits) != 1 or [piece.args[1:] for piece in pieces] != [(index,) for index in range(len(pieces))]:
+        return
+    whole = cast(Node, cast(Node, splits.pop()).args[0])
+    if whole.meta["val"].shape == cat.meta["val"].shape:
+        cat.replace_all_uses_with(whole)
+        program.graph_signature.replace_all_uses(cat.name, whole.name)
+
+
+RESHAPES = {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.flatten.using_ints}
+
+
+def _find_piece(node: Node) -> Node:
+    """Where a tensor was before it was only reshaped, or transposed there and back."""
+    while True:
+        source = node.args[0] if node.args else None
+        if node.target in RESHAPES:
+            node = cast(Node, source)
+        elif node.target is torch.ops.aten.transpose.int and cast(Node, source).target is node.target:
+            if cast(Node, source).args[1:] != node.args[1:]:
+                return node
+            node = cast(Node, cast(Node, source).args[0])
+        else:
+            return node
+
+
+Programs = Mapping[Path, tuple[ExportedProgram, tuple[Tensor, ...]]]
+
+
+def _build_packages(programs: Programs, progress: Callable[[str], None]) -> None:
+    build_packages({path: program for path, (program, _) in programs.items()}, progress)
+
+
+def _build_engines(programs: Programs, progress: Callable[[str], None]) -> None:
     try:
         import torch_tensorrt
     except ImportError:
         raise ImportError(INSTALL_TENSORRT) from None
-    engine = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
-        program,
-        arg_inputs=inputs,
-        device=inputs[0].device,
-        use_explicit_typing=True,  # the program's own dtypes
-        disable_tf32=True,
-        immutable_weights=True,
-    )
-    path.write_bytes(bytes(engine))
+    for count, (path, (program, inputs)) in enumerate(programs.items(), 1):
+        progress(f"building engine {count} of {len(programs)}")
+        engine = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
+            program,
+            arg_inputs=inputs,
+            device=inputs[0].device,
+            use_explicit_typing=True,  # the program's own dtypes
+            disable_tf32=True,
+            immutable_weights=True,
+        )
+        path.write_bytes(bytes(engine))
 
 
-BUILDERS: dict[Backend, Callable[[ExportedProgram, tuple[Tensor, ...], Path], None]] = {
-    "aot-inductor": _build_package,
-    "tensorrt": _build_engine,
+BUILDERS: dict[Backend, Callable[[Programs, Callable[[str], None]], None]] = {
+    "aot-inductor": _build_packages,
+    "tensorrt": _build_engines,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel
 from dustin_compile.config import DustinConfig
@@ -19,6 +21,7 @@ from dustin_compile.graphs.capture import capture
 from dustin_compile.graphs.prefill import prefill
 from dustin_compile.graphs.state import MAX_EOS_TOKENS, State, new_state
 from dustin_compile.graphs.step import Decoding, Step
+from dustin_compile.profile import Profile
 
 CAPACITY_MULTIPLE = 1024
 TOKEN_LIMIT = 2**31  # ids fit in int32
@@ -54,7 +57,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """Result of `CompiledPair.generate`.
+    """Result of `Pair.generate`.
 
     Attributes:
         sequences: [B, width + longest new] int64: prompts as given, new tokens, padding on the right.
@@ -100,9 +103,8 @@ class Request:
         pad_token_id: int | None,
         seed: int | Sequence[int] | None,
         vocab_size: int,
-        max_length: int,
     ) -> Request:
-        """Check the arguments of `CompiledPair.generate`.
+        """Check the arguments of `Pair.generate`.
 
         Raises:
             ValueError, TypeError: naming the argument and its value.
@@ -118,11 +120,6 @@ class Request:
             raise ValueError(f"input_ids holds {low if low < 0 else high}, outside the vocabulary of {vocab_size}")
         if not _is_int(max_new_tokens) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
-        if max(lengths) + max_new_tokens > max_length:
-            raise ValueError(
-                f"max_new_tokens={max_new_tokens} with a prompt of {max(lengths)} tokens exceeds the "
-                f"{max_length} positions that target and draft both have"
-            )
         if not isinstance(temperature, int | float) or not (temperature == 0 or MIN_TEMPERATURE <= temperature < inf):
             raise ValueError(f"temperature={temperature!r} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if top_k is not None and (not _is_int(top_k) or top_k < 1):
@@ -201,6 +198,83 @@ def _align_left(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tenso
     return input_ids.gather(1, columns), lengths.tolist()
 
 
+class Pair(ABC):
+    """What generates: a target and a draft behind checked requests.
+
+    Args:
+        generation: runs them.
+        profile: the retrieval heads and the split in use.
+        vocab_size: ids below it are tokens.
+        max_length: tokens that a row may have, prompt included.
+        defaults: of `generate`, the tokens that end and fill a row.
+
+    Attributes:
+        config, profile, vocab_size, max_length: as above; the settings have draft_share and compile resolved.
+    """
+
+    def __init__(
+        self, generation: Generation, profile: Profile, vocab_size: int, max_length: int, defaults: GenerationConfig
+    ):
+        self.config, self.profile = generation.config, profile
+        self.vocab_size, self.max_length = vocab_size, max_length
+        self._generation, self._defaults = generation, defaults
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | Sequence[int] | None = None,
+    ) -> GenerationOutput:
+        """Continue prompts.
+
+        Args:
+            input_ids: [B, width] int64, prompts padded on the left or on the right.
+            attention_mask: [B, width], 1 where a prompt has a token; None: everywhere.
+            max_new_tokens: tokens to add to each row at most.
+            temperature: 0 takes the likeliest token; otherwise tokens are sampled.
+            top_k: sample among the k likeliest tokens only; None: among all.
+            top_p: sample among the likeliest tokens that make up this probability; None: among all.
+            eos_token_id: tokens that end a row; None: the target's generation_config says; []: none.
+            pad_token_id: fills rows that ended early; None: the target's generation_config says, or its EOS.
+            seed: of the sampling. An int serves all rows, which still differ from each other; a sequence gives
+                each row its own, and a row's text then depends on nothing else in the batch. None: a random one.
+
+        Returns:
+            GenerationOutput with `sequences` [B, width + new tokens] and `stats`.
+
+        Raises:
+            ValueError, TypeError: an argument is out of range; the message names it. The pair stays usable.
+        """
+        request = Request.check(
+            input_ids,
+            attention_mask,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=self._defaults.eos_token_id if eos_token_id is None else eos_token_id,
+            pad_token_id=self._defaults.pad_token_id if pad_token_id is None else pad_token_id,
+            seed=seed,
+            vocab_size=self.vocab_size,
+        )
+        return self._generation.run(request, self._choose_batch(request))
+
+    @abstractmethod
+    def _choose_batch(self, request: Request) -> int:
+        """Rows to run a request with.
+
+        Raises:
+            ValueError: it has too many rows, or too long ones.
+        """
+
+
 class Generation:
     """Runs requests on one pair, and keeps its buffers and captured graphs between them.
 
@@ -217,15 +291,15 @@ class Generation:
 
     @torch.inference_mode(False)  # the buffers outlive the call, and may next be needed outside the mode
     @torch.no_grad()
-    def run(self, request: Request) -> GenerationOutput:
-        """Generate until every row has ended."""
+    def run(self, request: Request, batch: int) -> GenerationOutput:
+        """Generate until every row has ended, with `batch` rows, of which the request fills the first."""
         device = self.target.device
         # Streams and graphs belong to the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return self._run(request)
+            return self._run(request, batch)
 
-    def _run(self, request: Request) -> GenerationOutput:
-        state = self._prepare(request)
+    def _run(self, request: Request, batch: int) -> GenerationOutput:
+        state = self._prepare(request, batch)
         refresh_every = self.config.refresh_every
         step = self._ready_step(state, request.decoding, refresh=False)
         refresh = self._ready_step(state, request.decoding, refresh=True) if refresh_every else step
@@ -242,10 +316,9 @@ class Generation:
         ended = self._now()
         return self._collect(state, request, prefilled - started, ended - prefilled)
 
-    def _prepare(self, request: Request) -> State:
+    def _prepare(self, request: Request, batch: int) -> State:
         """Buffers that hold the request: the present ones where they fit."""
         config = self.config
-        batch = 1 << (len(request.lengths) - 1).bit_length()
         longest = max(request.lengths)
         prompt_end = -(-longest // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
         block = config.gamma + 1
@@ -282,7 +355,7 @@ class Generation:
         prefill(self.target, self.draft, state, lengths, width, self.config, self.step.choose[decoding])
 
     def _load(self, state: State, request: Request) -> None:
-        """Write a request into the state. Rows that the bucket adds hold one token and are finished."""
+        """Write a request into the state. Rows that it does not fill hold one token and are finished."""
         rows, width = request.prompts.shape
         extra = state.batch - rows
         device = state.tokens.device

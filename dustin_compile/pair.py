@@ -8,25 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dustin_compile.adapter import CausalModel
 from dustin_compile.compatibility import check_model, check_pair, check_tokenizers, max_length, shared_vocab_size
 from dustin_compile.config import DustinConfig
 from dustin_compile.export import Backend, export_pair
-from dustin_compile.generation import Generation, GenerationOutput, Request
+from dustin_compile.generation import Generation, Pair, Request
 from dustin_compile.kv_cache import plan_memory
 from dustin_compile.loading import find_tokenizer, load_draft, load_target
 from dustin_compile.profile import Profile, default_profile, find_profile
 
 
-class CompiledPair:
+class CompiledPair(Pair):
     """Generates with a draft that proposes and a target that verifies. Made by `compile_pair`.
 
     Attributes:
         config: the settings, with draft_share and compile resolved.
         profile: the retrieval heads and the split in use.
+        vocab_size: ids below it are tokens of both models.
         max_length: tokens that a row may have, prompt included.
     """
 
@@ -36,72 +36,30 @@ class CompiledPair:
     ):
         share = profile.draft_share if config.draft_share is None else config.draft_share
         compile = target.device.type == "cuda" if config.compile is None else config.compile
-        self.config = dataclasses.replace(config, draft_share=share, compile=compile)
-        self.profile = profile
-        self.max_length = max_length(target, draft)
-        self.vocab_size = vocab_size
-        self._defaults = target.generation_config
-        self._generation = Generation(
+        generation = Generation(
             CausalModel(target, profile.target_heads, vocab_size, compile),
             CausalModel(draft, profile.draft_heads, vocab_size, compile),
-            self.config,
+            dataclasses.replace(config, draft_share=share, compile=compile),
         )
+        super().__init__(generation, profile, vocab_size, max_length(target, draft), target.generation_config)
 
-    def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        seed: int | Sequence[int] | None = None,
-    ) -> GenerationOutput:
-        """Continue prompts.
+    def _choose_batch(self, request: Request) -> int:
+        """The next power of two, so that few batch sizes compile."""
+        longest = max(request.lengths)
+        if longest + request.max_new_tokens > self.max_length:
+            raise ValueError(
+                f"max_new_tokens={request.max_new_tokens} with a prompt of {longest} tokens exceeds the "
+                f"{self.max_length} positions that target and draft both have"
+            )
+        return 1 << (len(request.lengths) - 1).bit_length()
 
-        Args:
-            input_ids: [B, width] int64, prompts padded on the left or on the right.
-            attention_mask: [B, width], 1 where a prompt has a token; None: everywhere.
-            max_new_tokens: tokens to add to each row at most.
-            temperature: 0 takes the likeliest token; otherwise tokens are sampled.
-            top_k: sample among the k likeliest tokens only; None: among all.
-            top_p: sample among the likeliest tokens that make up this probability; None: among all.
-            eos_token_id: tokens that end a row; None: the target's generation_config says; []: none.
-            pad_token_id: fills rows that ended early; None: the target's generation_config says, or its EOS.
-            seed: of the sampling. An int serves all rows, which still differ from each other; a sequence gives
-                each row its own, and a row's text then depends on nothing else in the batch. None: a random one.
-
-        Returns:
-            GenerationOutput with `sequences` [B, width + new tokens] and `stats`.
-
-        Raises:
-            ValueError, TypeError: an argument is out of range; the message names it. The pair stays usable.
-        """
-        request = Request.check(
-            input_ids,
-            attention_mask,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            eos_token_id=self._defaults.eos_token_id if eos_token_id is None else eos_token_id,
-            pad_token_id=self._defaults.pad_token_id if pad_token_id is None else pad_token_id,
-            seed=seed,
-            vocab_size=self.vocab_size,
-            max_length=self.max_length,
-        )
-        return self._generation.run(request)
-
-    def export(self, directory: str | Path, *, backend: Backend, batch: int, max_length: int) -> Path:
+    def export(self, directory: str | Path, *, backend: Backend, batch: int | Sequence[int], max_length: int) -> Path:
         """Write the pair for deployment: a directory that `load_exported` runs on hardware like this one.
 
         Args:
             directory: new or empty.
             backend: "tensorrt" builds TensorRT engines, "aot-inductor" AOTInductor packages, which need torch alone.
-            batch: rows of a request, a power of two. Down to half as many are filled up.
+            batch: buckets: rows of a request, or several such numbers. A request takes the smallest that holds it.
             max_length: tokens that a row may have, prompt included.
 
         Returns:
@@ -114,7 +72,7 @@ class CompiledPair:
         """
         return export_pair(self, directory, backend=backend, batch=batch, max_length=max_length)
 
-    def export_tensorrt(self, directory: str | Path, *, batch: int, max_length: int) -> Path:
+    def export_tensorrt(self, directory: str | Path, *, batch: int | Sequence[int], max_length: int) -> Path:
         """`export` with backend="tensorrt"."""
         return self.export(directory, backend="tensorrt", batch=batch, max_length=max_length)
 

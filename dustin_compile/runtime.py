@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from dustin_compile.adapter import CausalModel, RetrievalHeads, VerificationSet
 from dustin_compile.config import DustinConfig
-from dustin_compile.generation import Generation, GenerationOutput, Request
+from dustin_compile.generation import Generation, Pair, Request
 from dustin_compile.kv_cache import KVCache
 from dustin_compile.ops.append_kv import append_kv
 from dustin_compile.ops.dense_attention import dense_attention
@@ -25,7 +26,7 @@ from dustin_compile.ops.sparse_attention import sparse_attention
 from dustin_compile.profile import Profile, checksum
 
 FORMAT = "dustin_compile.export"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 PROFILE = "profile.json"
@@ -122,6 +123,7 @@ class Engine:
         ]
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        inputs = tuple(map(_align, inputs))  # lives until the engine has been launched
         for name, tensor in zip(self.inputs, inputs, strict=True):
             self.context.set_tensor_address(name, tensor.data_ptr())
         outputs = []
@@ -132,6 +134,11 @@ class Engine:
         if not self.context.execute_async_v3(torch.cuda.current_stream(self.device).cuda_stream):
             raise RuntimeError("TensorRT did not run the engine; its log above says why")
         return outputs
+
+
+def _align(tensor: Tensor) -> Tensor:
+    """TensorRT asks for addresses that are multiples of 256; a slice may begin anywhere."""
+    return tensor if tensor.data_ptr() % 256 == 0 else tensor.clone()
 
 
 def _number(name: str) -> int:
@@ -145,8 +152,9 @@ LOADERS: dict[str, Callable[[Path, torch.device], Program]] = {"aot-inductor": l
 class ExportedModel(CausalModel):
     """A model whose layers are exported programs around our ops. It stands in for CausalModel in a step.
 
-    A layer is two programs: `front`, from the residual sum to query, key and value, and `back`, from attention's
-    output to the next residual sum. All layers share them, with weights as inputs.
+    Programs take their weights, and rows: the tokens of all prompts, [1, B * T, ..]. `front` makes the first layer's
+    query, key and value of the embeddings, side by side; `join` takes the residual sum and what attention gave from
+    one layer to the next, `back` behind the last; `head` makes logits.
 
     Args:
         entry: the model's part of the manifest.
@@ -154,6 +162,7 @@ class ExportedModel(CausalModel):
         programs: by file name.
         heads: its semantic retrieval heads.
         vocab_size: logits that count.
+        compile: whether to compile what a pass runs besides.
     """
 
     def __init__(
@@ -163,6 +172,7 @@ class ExportedModel(CausalModel):
         programs: dict[str, Program],
         heads: Sequence[tuple[int, int]],
         vocab_size: int,
+        compile: bool,
     ):
         self.config = Shape(**entry["shape"])
         self.head_dim = self.config.head_dim
@@ -172,26 +182,25 @@ class ExportedModel(CausalModel):
         self.rotary = tensors[entry["cos"]], tensors[entry["sin"]]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.heads = RetrievalHeads(heads, self.config, self.device)
-        self.layer_weights = [
-            {part: [tensors[name] for name in layer[part]] for part in ("front", "back")} for layer in entry["layers"]
-        ]
-        self.head_weights = [tensors[name] for name in entry["head"]]
+        self.compile = compile
+        self.regions: dict[tuple, Callable] = {}
+        self.weights = {
+            part: [[tensors[name] for name in names] for names in each] for part, each in entry["weights"].items()
+        }
         self.programs = {
-            part: {int(tokens): programs[file] for tokens, file in files.items()}
+            part: {int(rows): programs[file] for rows, file in files.items()}
             for part, files in entry["programs"].items()
         }
-        self.sizes = sorted(self.programs["front"], reverse=True)
-
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(self.config, batch, capacity, self.dtype, self.device)
 
     def forward(
         self, tokens: Tensor, start: Tensor, cache: KVCache, verification_set: VerificationSet | None
     ) -> tuple[Tensor, Tensor]:
         """See CausalModel.forward. A chunk without a program of its size runs as several shorter ones."""
+        batch, count = tokens.shape
+        sizes = sorted((rows // batch for rows in self.programs["front"] if rows % batch == 0), reverse=True)
         hidden, queries, begin = [], [], 0
-        while begin < tokens.shape[1]:
-            size = next(size for size in self.sizes if size <= tokens.shape[1] - begin)
+        while begin < count:
+            size = next(size for size in sizes if size <= count - begin)
             piece = self._run(tokens[:, begin : begin + size], start + begin, cache, verification_set)
             hidden.append(piece[0])
             queries.append(piece[1])
@@ -203,18 +212,15 @@ class ExportedModel(CausalModel):
     def _run(
         self, tokens: Tensor, start: Tensor, cache: KVCache, chosen: VerificationSet | None
     ) -> tuple[Tensor, Tensor]:
-        count = tokens.shape[1]
-        front, back = self.programs["front"][count], self.programs["back"][count]
-        # A finished row may run past the end of the table; nothing reads what it computes there.
-        positions = start[:, None] + torch.arange(count, dtype=start.dtype, device=start.device)
-        positions = positions.clamp(max=self.rotary[0].shape[0] - 1)
-        cos, sin = (nn.functional.embedding(positions, table) for table in self.rotary)
-        hidden = nn.functional.embedding(tokens, self.embedding)
-        update = torch.zeros_like(hidden)
+        batch, count = tokens.shape
+        config = self.config
+        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        embedded, cos, sin = self._region(_embed, count)(self.embedding, *self.rotary, tokens, start)
+        hidden = embedded.view(1, batch * count, -1)
+        (states,) = self._call("front", 0, hidden)
         queries = []
-        for index, weights in enumerate(self.layer_weights):
-            hidden, query, key, value = front(*weights["front"], hidden, update)
-            key_cache, value_cache = cache.layers[index]
+        for index, (key_cache, value_cache) in enumerate(cache.layers):
+            query, key, value = states.view(batch, count, -1, self.head_dim).split(heads, dim=2)
             query = append_kv(key_cache, value_cache, query, key, value, cos, sin, start)
             if chosen is None:
                 attended = dense_attention(query, key_cache, value_cache, start, self.scale)
@@ -222,86 +228,76 @@ class ExportedModel(CausalModel):
                 attended = sparse_attention(
                     query, key_cache, value_cache, chosen.indices, chosen.counts, chosen.length, start, self.scale
                 )
-            hidden, update = back(*weights["back"], hidden, attended)
             if index in self.heads.layers:
                 queries.append(query)
-        return hidden + update, torch.cat(queries, dim=2).index_select(2, self.heads.columns)
+            attended = attended.view(1, batch * count, -1, self.head_dim)
+            if index < len(self.weights["join"]):
+                hidden, states = self._call("join", index, hidden, attended)
+        (hidden,) = self._call("back", 0, hidden, attended)
+        return hidden.view(batch, count, -1), self._region(_gather, count)(queries, self.heads.columns)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalModel.logits."""
-        (logits,) = self.programs["head"][hidden.shape[1]](*self.head_weights, hidden.contiguous())
-        return logits[..., : self.vocab_size]
+        batch, count, size = hidden.shape
+        rows = hidden.contiguous().view(1, -1, size)  # programs do not look at strides
+        (logits,) = self._call("head", 0, rows)
+        return logits.view(batch, count, -1)[..., : self.vocab_size]
+
+    def _call(self, part: str, index: int, *inputs: Tensor) -> Sequence[Tensor]:
+        """Run the program of a part for the rows of its inputs, with the weights of one layer."""
+        return self.programs[part][inputs[0].shape[1]](*self.weights[part][index], *inputs)
 
 
-class ExportedPair:
+def _embed(embedding: Tensor, cos: Tensor, sin: Tensor, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    positions = start[:, None] + torch.arange(tokens.shape[1], dtype=start.dtype, device=start.device)
+    # A finished row may run past the end of the table; nothing reads what it computes there.
+    positions = positions.clamp(max=cos.shape[0] - 1)
+    lookup = nn.functional.embedding
+    return lookup(tokens, embedding), lookup(positions, cos), lookup(positions, sin)
+
+
+def _gather(queries: list[Tensor], columns: Tensor) -> Tensor:
+    return torch.cat(queries, dim=2).index_select(2, columns)
+
+
+class ExportedPair(Pair):
     """Generates as the CompiledPair that was exported does. Made by `load_exported`.
 
     Attributes:
         directory: what was loaded.
         config: the settings in use.
         profile: the retrieval heads and the split in use.
-        batch, max_length: the bucket: rows of a request, and tokens that a row may have, prompt included.
+        vocab_size: ids below it are tokens.
+        batches: the buckets: rows of a request, which takes the smallest that holds it.
+        max_length: tokens that a row may have, prompt included.
         tokenizer: name or directory of the tokenizer, as the target's configuration had it; None: unknown.
     """
 
     def __init__(
         self, directory: Path, manifest: dict[str, Any], config: DustinConfig, profile: Profile, device: torch.device
     ):
-        self.directory, self.config, self.profile = directory, config, profile
-        self.batch, self.max_length = manifest["batch"], manifest["max_length"]
-        self.vocab_size, self.tokenizer = manifest["vocab_size"], manifest["tokenizer"]
-        self._eos_token_id, self._pad_token_id = manifest["eos_token_id"], manifest["pad_token_id"]
+        self.directory, self.batches, self.tokenizer = directory, manifest["batches"], manifest["tokenizer"]
         stored = {name: tensor.clone().to(device) for name, tensor in load_file(directory / WEIGHTS).items()}
         load = LOADERS[manifest["backend"]]
-        entries = manifest["models"]
+        entries, vocab_size = manifest["models"], manifest["vocab_size"]
         names = {file for entry in entries.values() for files in entry["programs"].values() for file in files.values()}
         programs = {name: load(directory / name, device) for name in sorted(names)}
         target, draft = (
-            ExportedModel(entries[role], stored, programs, heads, self.vocab_size)
+            ExportedModel(entries[role], stored, programs, heads, vocab_size, bool(config.compile))
             for role, heads in (("target", profile.target_heads), ("draft", profile.draft_heads))
         )
-        self._generation = Generation(target, draft, config)
+        defaults = GenerationConfig(eos_token_id=manifest["eos_token_id"], pad_token_id=manifest["pad_token_id"])
+        super().__init__(Generation(target, draft, config), profile, vocab_size, manifest["max_length"], defaults)
 
-    def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        seed: int | Sequence[int] | None = None,
-    ) -> GenerationOutput:
-        """Continue prompts; arguments and result are those of `CompiledPair.generate`.
-
-        Raises:
-            ValueError, TypeError: an argument is out of range, or the request is outside the bucket.
-        """
-        request = Request.check(
-            input_ids,
-            attention_mask,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            eos_token_id=self._eos_token_id if eos_token_id is None else eos_token_id,
-            pad_token_id=self._pad_token_id if pad_token_id is None else pad_token_id,
-            seed=seed,
-            vocab_size=self.vocab_size,
-            max_length=2**31,
-        )
-        rows, length = len(request.lengths), max(request.lengths) + max_new_tokens
-        fewest = self.batch // 2 + 1  # Generation fills a batch up to a power of two
-        if not fewest <= rows <= self.batch or length > self.max_length:
-            bucket = f"{fewest} to {self.batch}" if fewest < self.batch else f"{self.batch}"
+    def _choose_batch(self, request: Request) -> int:
+        rows, length = len(request.lengths), max(request.lengths) + request.max_new_tokens
+        if rows > self.batches[-1] or length > self.max_length:
+            buckets = ", ".join(map(str, self.batches))
             raise ValueError(
-                f"input_ids has {rows} rows of up to {length} tokens, max_new_tokens={max_new_tokens} included; "
-                f"{self.directory} was exported for {bucket} rows of up to {self.max_length} tokens"
+                f"input_ids has {rows} rows of up to {length} tokens, max_new_tokens={request.max_new_tokens} "
+                f"included; {self.directory} was exported for batches of {buckets} with up to {self.max_length} tokens"
             )
-        return self._generation.run(request)
+        return next(batch for batch in self.batches if batch >= rows)
 
 
 def load_exported(directory: str | Path) -> ExportedPair:
