@@ -323,8 +323,8 @@ class CausalModel:
         [B, T, heads, D]. Token t of a row reads everything up to itself, or, with a set, that set and the block.
         """
         sparse = verification_set is not None
-        embed = self._region(_embed, tokens.shape[1])
-        run_layer = self._region(_run_layer, tokens.shape[1], sparse)
+        embed = self._region(_embed, tokens.shape)
+        run_layer = self._region(_run_layer, tokens.shape, sparse)
         hidden, update, cos, sin = embed(self.embed_tokens, self.rotary_emb, tokens, start)
         queries = []
         for index, layer in enumerate(self.layers):
@@ -334,25 +334,25 @@ class CausalModel:
             )
             if index in self.heads.layers:
                 queries.append(query)
-        return self._region(_finish, tokens.shape[1])(hidden, update, queries, self.heads.columns)
+        return self._region(_finish, tokens.shape)(hidden, update, queries, self.heads.columns)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, T, vocab_size] of what `forward` returned."""
-        return self._region(_project, hidden.shape[1])(self.norm, self.lm_head, hidden)[..., : self.vocab_size]
+        return self._region(_project, hidden.shape[:2])(self.norm, self.lm_head, hidden)[..., : self.vocab_size]
 
     def score(self, query: Tensor, cache: KVCache, seq_lens: Tensor) -> Tensor:
         """Mean attention of the retrieval heads' queries [B, T, heads, D] to each cached position, [B, capacity]."""
         return score_heads(query, cache.key, self.heads.groups, self.heads.max_count, seq_lens, self.scale)
 
-    def _region(self, function: Callable, tokens: int, sparse: bool = False) -> Callable:
-        """The compiled form of a function for a number of tokens a row.
+    def _region(self, function: Callable, shape: torch.Size, sparse: bool = False) -> Callable:
+        """The compiled form of a function for tokens of a shape [B, T].
 
-        One compilation for each small number, so that none evicts another, and one for all chunks of a prompt.
+        One compilation for each shape of a step, so that none evicts another, and one for all chunks of a prompt.
         """
         if not self.compile:
             return function
-        dynamic = tokens >= PREFILL_MULTIPLE
-        key = (function, "prefill" if dynamic else tokens, sparse)
+        dynamic = shape[1] >= PREFILL_MULTIPLE
+        key = (function, "prefill" if dynamic else shape, sparse)
         if key not in self.regions:
             self.regions[key] = compile_region(function, dynamic)
         return self.regions[key]

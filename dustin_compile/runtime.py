@@ -215,7 +215,7 @@ class ExportedModel(CausalModel):
         batch, count = tokens.shape
         config = self.config
         heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        embedded, cos, sin = self._region(_embed, count)(self.embedding, *self.rotary, tokens, start)
+        embedded, cos, sin = self._region(_embed, tokens.shape)(self.embedding, *self.rotary, tokens, start)
         hidden = embedded.view(1, batch * count, -1)
         (states,) = self._call("front", 0, hidden)
         queries = []
@@ -234,7 +234,7 @@ class ExportedModel(CausalModel):
             if index < len(self.weights["join"]):
                 hidden, states = self._call("join", index, hidden, attended)
         (hidden,) = self._call("back", 0, hidden, attended)
-        return hidden.view(batch, count, -1), self._region(_gather, count)(queries, self.heads.columns)
+        return hidden.view(batch, count, -1), self._region(_gather, tokens.shape)(queries, self.heads.columns)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalModel.logits."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from dustin_compile.graphs.state import State
 
 OPTIONS: dict[str, Any] = {"triton.enable_pdl": True}  # inductor's kernels overlap too; see ops/dependent_launch.py
 
@@ -23,6 +26,19 @@ def compile_region(function: Callable[..., Any], dynamic: bool = False) -> Calla
     code = original.__code__.replace()
     copy = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, original.__closure__)
     return torch.compile(copy, fullgraph=True, dynamic=dynamic, options=OPTIONS)
+
+
+def compile_by_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of a State apart for each batch size, so that none evicts another."""
+    compiled: dict[int, Callable[..., Any]] = {}
+
+    @functools.wraps(function)
+    def call(state: State, *args: Any) -> Any:
+        if state.batch not in compiled:
+            compiled[state.batch] = compile_region(function)
+        return compiled[state.batch](state, *args)
+
+    return call
 
 
 @functools.cache

@@ -45,7 +45,7 @@ def propose(
     for i in range(gamma):
         hidden, query = draft.forward(feed, start, state.draft_cache, verification_set)
         draw = None if uniforms is None else uniforms[:, i : i + 1]
-        feed, distribution = choose(state, draft.logits(hidden[:, -1:]), draw)
+        feed, distribution = choose(state, draft.logits(hidden[:, -1:].contiguous()), draw)
         tokens.append(feed)
         if distribution is not None:
             probs.append(distribution)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dustin_compile.adapter import CausalModel
 from dustin_compile.config import DustinConfig
-from dustin_compile.graphs.capture import compile_region, launch_beside
+from dustin_compile.graphs.capture import compile_by_batch, launch_beside
 from dustin_compile.graphs.draft import Choose, Proposal, propose
 from dustin_compile.graphs.state import State
-from dustin_compile.graphs.verify import score_and_choose, verify
+from dustin_compile.graphs.verify import score_and_choose, score_history, verify
 from dustin_compile.ops.accept import accept_greedy, accept_sampling, greedy, process_logits, sample, uniform
 
 Decoding = Literal["greedy", "sampling", "truncated_sampling"]
@@ -40,8 +40,8 @@ class Step:
             "truncated_sampling": accept_and_commit_truncated,
         }
         if config.compile:
-            choose = {decoding: compile_region(function) for decoding, function in choose.items()}
-            finish = {decoding: compile_region(function) for decoding, function in finish.items()}
+            choose = {decoding: compile_by_batch(function) for decoding, function in choose.items()}
+            finish = {decoding: compile_by_batch(function) for decoding, function in finish.items()}
         self.choose, self.finish = choose, finish
 
     def __call__(self, state: State, decoding: Decoding, refresh: bool = False) -> None:
@@ -59,9 +59,7 @@ class Step:
         sparse_draft = config.draft_attention == "sparse"
         choosing = sparse_draft or config.verify == "sparse"
         if choosing:  # from the last step's query: the draft, which leaves most of the device idle, hides it
-            target_scores = launch_beside(
-                lambda: self.target.score(state.query, state.target_cache, state.seq_lens), self.target.device
-            )
+            target_scores = launch_beside(lambda: score_history(self.target, state), self.target.device)
         proposal = propose(self.draft, state, gamma, sparse_draft, self.choose[decoding], draft_uniforms)
         if choosing:
             score_and_choose(self.draft, state, target_scores(), proposal.queries, config)

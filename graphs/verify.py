@@ -12,6 +12,25 @@ from dustin_compile.config import DustinConfig
 from dustin_compile.graphs.state import State
 from dustin_compile.ops.select_tiered import select_tiered
 
+NEIGHBOURS = 17
+SMOOTHING = 0.1
+
+
+def smooth(scores: Tensor) -> Tensor:
+    """Target scores [B, N], each with SMOOTHING times the mean of its NEIGHBOURS, itself in the middle of them.
+
+    A retrieval head looks at the one token that comes next, and the query it is asked with is up to gamma + 1 tokens
+    old by the time the block is verified: what the rest of the block needs lies behind. SnapKV (arXiv 2404.14469) pools
+    its scores for a like reason.
+    """
+    near = torch.nn.functional.avg_pool1d(scores[:, None], NEIGHBOURS, 1, NEIGHBOURS // 2)[:, 0]
+    return scores + SMOOTHING * near
+
+
+def score_history(target: CausalModel, state: State) -> Tensor:
+    """The target's scores of the history with its last query, smoothed, fp32 [B, capacity]."""
+    return smooth(target.score(state.query, state.target_cache, state.seq_lens))
+
 
 def choose_set(state: State, draft_scores: Tensor, target_scores: Tensor, length: Tensor, config: DustinConfig) -> None:
     """Write the verification set of a history of length[B] positions into the state."""

@@ -75,8 +75,8 @@ def _score_tile_kernel(
     in_dim = (dim < HEAD_DIM)[None, :]
     q = tl.load(query + query_offset[:, None] + dim[None, :], mask=used[:, None] & in_dim, other=0.0)
     k = tl.load(
-        key_base + position.to(tl.int64)[:, None] * key_stride_n + dim[None, :], mask=valid[:, None] & in_dim, other=0.0,
-        eviction_policy="evict_first",
+        key_base + position.to(tl.int64)[:, None] * key_stride_n + dim[None, :],
+        mask=valid[:, None] & in_dim, other=0.0, eviction_policy="evict_first",
     )  # fmt: skip
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     logits = tl.where(valid[None, :], logits, float("-inf"))

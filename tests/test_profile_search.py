@@ -178,6 +178,11 @@ def test_lengths_to_record():
 # The search
 
 
+@pytest.fixture
+def one_seed(monkeypatch):
+    monkeypatch.setattr(search, "SEEDS", 1)
+
+
 def recording_of(mass, target, draft, length) -> Recording:
     """One step from lists of scores."""
     tensors = (torch.tensor(part, dtype=torch.float32)[None] for part in (mass, target, draft))
@@ -197,10 +202,11 @@ def test_recovery_by_hand():
     assert recovery_rate(step, draft, target, 8, 1, 1, 2).item() == pytest.approx(1)
 
 
-def planted_search(draft_signal, target_signal, steps=6, length=100) -> Search:
+def planted_search(draft_signal, target_signal, seed=(2, 0), steps=6, length=100) -> Search:
     """A target of 3 layers and a draft of 2, each with 4 heads on 2 KV heads; mass on 24 random positions.
 
-    Target unit (2, 0) sees the first `target_signal` of these, draft unit (1, 1) the last `draft_signal`.
+    The strongest retrieval head is `seed`. Target unit (2, 0) sees the first `target_signal` of these, draft unit
+    (1, 1) the last `draft_signal`.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -219,10 +225,12 @@ def planted_search(draft_signal, target_signal, steps=6, length=100) -> Search:
     recording = Recording(torch.full((steps,), length, dtype=torch.int32), mass, target, draft)
     models = tuple(fingerprint(tiny_pair(num_hidden_layers=layers)[0]) for layers in (3, 2))
     config = DustinConfig(budget=30, sinks=2, window=4)
-    return Search(recording, groups, models, config, seed=0)
+    retrieval_scores = torch.zeros(3, 4)
+    retrieval_scores[seed] = 1
+    return Search(recording, groups, models, config, retrieval_scores, seed=0)
 
 
-def test_the_search_finds_planted_heads_and_their_split():
+def test_the_search_finds_planted_heads_and_their_split(one_seed):
     found = planted_search(draft_signal=12, target_signal=12).run()
     assert found.layer_arr.index(max(found.layer_arr)) == 2
     assert (found.paper.target, found.paper.draft, found.paper.draft_share) == ((2,), (1,), 12)
@@ -235,7 +243,15 @@ def test_the_search_finds_planted_heads_and_their_split():
     assert dict(found.share_arr)[found.chosen.draft_share] == max(rate for _, rate in found.share_arr)
 
 
-def test_a_draft_that_knows_nothing_gets_no_share():
+def test_the_strongest_retrieval_heads_stay(one_seed):
+    """They are kept where others recover more, and recovery decides what joins them."""
+    found = planted_search(draft_signal=12, target_signal=12, seed=(0, 3)).run()
+    assert found.seeds == (4,) and all(unit_set.target[0] == 4 for unit_set in found.frontier)
+    assert 7 in found.chosen.target and found.chosen.arr > 0.9 * found.oracle
+    assert found.paper.target == (2,)  # Algorithm 1 knows no seeds
+
+
+def test_a_draft_that_knows_nothing_gets_no_share(one_seed):
     found = planted_search(draft_signal=0, target_signal=24).run()
     assert found.chosen.target == (7,) and found.chosen.draft_share == 0
 
@@ -291,7 +307,7 @@ def test_a_short_budget_does_less_and_says_so(small_work, pair, tokenizer, texts
     record = profile.record
     assert record["haystacks"] == {"target": 1, "draft": 1} and record["haystacks_planned"] > 5
     assert record["texts"] == 1 and record["steps"] == 6 and record["budget_seconds"] == 1e-6
-    assert len(record["frontier"]) == 1
+    assert len(record["frontier"]) == 2  # the seeds, and with one head more
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,23 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import greedy, random_prompts, tiny_pair
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from dustin_compile.adapter import RetrievalHeads
+from dustin_compile.benchmark import results
+from dustin_compile.graphs.verify import NEIGHBOURS, smooth
 from dustin_compile.ops.score_heads import score_heads
 from dustin_compile.ops.select_tiered import select_tiered
+from dustin_compile.profile import Profile
+from dustin_compile.quality import run
 from dustin_compile.quality.bootstrap import interval
 from dustin_compile.quality.engine import Engine, products
-from dustin_compile.quality.evaluate import ask, compare_on_text, generate, look, propose
-from dustin_compile.quality.report import draw_plots, make_markdown
+from dustin_compile.quality.evaluate import ask, compare_on_text, generate, look, propose, read_prompts, room_for
+from dustin_compile.quality.report import SETTINGS as SENSITIVITIES
+from dustin_compile.quality.report import draw_plots, make_markdown, make_sensitivity_markdown
 from dustin_compile.quality.selectors import PAGE, SELECTORS, Settings, Step, observe_prompt, page_bounds
 
 PROMPT, LENGTH, GAMMA = 144, 160, 4
@@ -92,7 +101,7 @@ def test_budget_of_the_whole_history_changes_nothing(engines, texts):
         else:
             assert scores.kl.min() > 0 and scores.arr.max() < 1
     rates = {name: scores.arr for (name, setting), scores in found.items() if setting == SETTINGS}
-    for name in ("hybrid", "history", "draft", "streaming", "sum"):  # nothing that is one set beats the oracle
+    for name in ("hybrid", "history", "draft", "streaming", "sum", "unsmoothed"):  # no one set beats the oracle
         assert (rates[name] <= rates["oracle"] + 1e-6).all()
     assert (rates["oracle"] <= rates["oracle_3"] + 1e-6).all()
 
@@ -109,7 +118,13 @@ def test_hybrid_is_what_the_ops_give(step):
         keys = cache.key.transpose(2, 3).contiguous()
         scores.append(score_heads(side_by_side, keys, table.groups, table.max_count, step.lengths.int(), engine.scale))
     indices, counts = select_tiered(
-        scores[1], scores[0], step.lengths.int(), SETTINGS.budget, SETTINGS.sinks, SETTINGS.window, SETTINGS.draft_share
+        scores[1],
+        smooth(scores[0]),
+        step.lengths.int(),
+        SETTINGS.budget,
+        SETTINGS.sinks,
+        SETTINGS.window,
+        SETTINGS.draft_share,
     )
     kept = SELECTORS["hybrid"](step, SETTINGS)(0, step.last_queries[0])[:, 0, 0]
     assert counts.tolist() == [SETTINGS.budget] * 2
@@ -143,21 +158,24 @@ def test_a_planted_needle_is_found(step):
     query = step.last_queries[1][:, 2, 0]  # of a target head, which reads KV head 1
     cache.key[1, :, 1, 77] = 50 * query
     planted = dataclasses.replace(step, cache=cache, scores={})
-    for name, found in (("history", True), ("hybrid", True), ("sum", True), ("streaming", False)):
+    for name, found in (("history", True), ("hybrid", True), ("unsmoothed", True), ("sum", True), ("streaming", False)):
         kept = SELECTORS[name](planted, SETTINGS)(1, step.last_queries[1]).expand(2, 4, 1, 192)
         assert (kept[:, 2, 0, 77] == found).all(), name
     kept = SELECTORS["quest"](planted, SETTINGS)(1, step.last_queries[1])
     assert kept[:, 2, 0, 77].all()
+    alone = dataclasses.replace(SETTINGS, target_heads=((1, 2),))
+    kept = {name: SELECTORS[name](planted, alone)(1, step.last_queries[1]) for name in ("hybrid", "unsmoothed")}
+    neighbours = slice(77 - NEIGHBOURS // 2, 77 + NEIGHBOURS // 2 + 1)
+    assert kept["hybrid"][..., neighbours].all() and not kept["unsmoothed"][..., neighbours].all()
 
 
 def test_generation(engines):
     target, draft = engines
     prompts, mask = random_prompts([150, 131], side="right")
     lengths = mask.sum(1)
-    run = lambda name, **kwargs: generate(  # noqa: E731
-        target, draft, prompts, lengths, 24, GAMMA, name, SETTINGS, **kwargs
-    )
-    full = run("full", measure=True)
+    read = read_prompts(target, draft, prompts, lengths, room_for(24, GAMMA, 5))
+    start = lambda name, **kwargs: generate(read, 24, GAMMA, name, SETTINGS, **kwargs)  # noqa: E731
+    full = start("full", measure=True)
     for row, length in enumerate(lengths.tolist()):
         expected = greedy(tiny_pair()[0], prompts[row : row + 1, :length], None, 24)[0, length:]
         assert full.tokens[row].tolist() == expected.tolist()
@@ -165,12 +183,52 @@ def test_generation(engines):
     assert ((full.tokens_per_step >= 1) & (full.tokens_per_step <= GAMMA + 1)).all()
 
     whole = dataclasses.replace(SETTINGS, budget=200)
-    same = generate(target, draft, prompts, lengths, 24, GAMMA, "hybrid", whole)
+    same = generate(read, 24, GAMMA, "hybrid", whole)
     assert torch.equal(same.tokens, full.tokens)
-    drifted, refreshed = run("streaming", measure=True), run("streaming", measure=True, refresh_every=1)
+    drifted, refreshed = start("streaming", measure=True), start("streaming", measure=True, refresh_every=1)
     assert torch.equal(refreshed.tokens, full.tokens) and refreshed.kl[refreshed.active].max() < 1e-6
     assert drifted.kl[drifted.active].max() > 1e-4
-    run("streaming", refresh_every=5)  # rows of different lengths have different amounts to refresh
+    # Rows of different lengths have different amounts to refresh, and each is as if it were alone with its period.
+    often, mixed = (start("streaming", refresh_every=periods).tokens for periods in (5, [5, 0]))
+    assert torch.equal(mixed[0], often[0]) and torch.equal(mixed[1], drifted.tokens[1])
+    with pytest.raises(ValueError, match="tokens; 400 new ones need 410"):
+        generate(read, 400, GAMMA, "hybrid", SETTINGS)
+
+
+def test_every_part_gives_its_rows(monkeypatch):
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    words = torch.randint(0, 96, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    small = {"DRIFT_TOKENS": 8, "DRIFT_BIN": 4, "CONTINUED_TOKENS": 3, "ANSWER_TOKENS": 3, "AGES": (64,)}
+    for name, value in {**small, "OFFSETS": (9, 256), "FREE_SELECTORS": ("full", "hybrid", "oracle")}.items():
+        monkeypatch.setattr(run, name, value)
+    monkeypatch.setattr(results, "version", lambda package: "any")  # it reads files, for every row
+    pair = tiny_pair()
+    profile = Profile(target_heads=((1, 0),), draft_heads=((0, 1),), draft_share=5)
+    measure = run.QualityRun(
+        pair[0], {"one": pair[1], "two": pair[1]}, PreTrainedTokenizerFast(tokenizer_object=tokenizer), contexts=[560],
+        profiles={"one": profile}, budgets=[96], prompts=2, text=" ".join(f"w{word}." for word in words),
+        tell=lambda message: None,
+    )  # fmt: skip
+    found = {row["name"]: row for row in measure}
+    assert not measure.left_out and all(row["low"] <= row["value"] <= row["high"] for row in found.values())
+    metrics = {row["metric"] for row in found.values()}
+    assert {"kl", "arr", "positions_read", "arr_of_layer", "kl_minus_quest", "kl_at_age", "needle", "tokens_per_step",
+            "first_divergence", "kl_at_bytes", "kl_at_bytes_minus_quest", "kl_drift"} <= metrics  # fmt: skip
+    assert {f"{m}_by_{name}" for m in ("kl", "arr") for name in SENSITIVITIES} <= metrics
+    read = {name: found[f"quality/positions_read/{name}/one/560/96"]["value"] for name in ("hybrid", "snapkv", "quest")}
+    assert read["hybrid"] == read["snapkv"] == 96 < read["quest"]
+    assert found["quality/kl_at_bytes/hybrid/one/560/96"]["positions"] > read["quest"]
+    assert {row["refresh_every"] for row in found.values() if row["metric"] == "kl_drift"} == {0, 16, 64}
+    others = {row["metric"] for row in found.values() if row["draft"] == "two"}
+    assert {"kl", "arr_of_layer", "tokens_per_step"} <= others
+    lines = make_sensitivity_markdown(list(found.values()), "one").splitlines()
+    assert len(lines) == 2 + 3 + 2 + 3 + 2 + 4  # a window of 128 is more than the budget
+
+    measure.parts = ["drift"]
+    assert {row["metric"] for row in measure} == {"kl_drift"}
+    with pytest.raises(ValueError, match="parts: 'speed' is none of table, ages"):
+        dataclasses.replace(measure, parts=["speed"])
 
 
 def test_intervals_cover():

@@ -61,8 +61,7 @@ def script_acceptances(monkeypatch, pair, script):
 
     def scripted(draft, state, gamma, *args, **kwargs):
         proposal = propose(draft, state, gamma, *args, **kwargs)
-        target_scores = target.score(state.query, state.target_cache, state.seq_lens)
-        step_module.score_and_choose(draft, state, target_scores, proposal.queries, config)
+        step_module.score_and_choose(draft, state, step_module.score_history(target, state), proposal.queries, config)
         slots = state.seq_lens[:, None].long() + 1 + torch.arange(gamma)
         accepted = script[:, int(state.step) % script.shape[1]]
         for i in range(gamma):
@@ -215,6 +214,8 @@ def test_set_is_chosen_by_both_signals_in_tiers(monkeypatch, llamas):
         history = text[:length]
         # The target's signal is its last verified token's; the draft's, that of the pending token and its proposals.
         by_target = attention_to_history(target, history, [length - 1], length, pair.profile.target_heads)
+        near = [by_target[max(0, i - 8) : i + 9].sum() / 17 for i in range(length)]
+        by_target = by_target + 0.1 * torch.stack(near)
         lookahead = greedy(draft, text[None, : length + 1], None, GAMMA)[0, : length + GAMMA]
         queries = list(range(length, length + GAMMA))
         by_draft = attention_to_history(draft, lookahead, queries, length, pair.profile.draft_heads)

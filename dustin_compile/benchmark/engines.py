@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from dustin_compile.config import AttentionMode
 from dustin_compile.generation import Generation
-from dustin_compile.graphs.capture import compile_region
+from dustin_compile.graphs.capture import compile_by_batch
 from dustin_compile.graphs.draft import Proposal
 from dustin_compile.graphs.state import State
 from dustin_compile.graphs.step import Decoding, Step, commit
@@ -55,7 +55,7 @@ class TargetStep(Step):
 
     def __init__(self, step: Step):
         super().__init__(step.target, step.draft, step.config)
-        self.commit = compile_region(commit_greedy) if self.config.compile else commit_greedy
+        self.commit = compile_by_batch(commit_greedy) if self.config.compile else commit_greedy
 
     def __call__(self, state: State, decoding: Decoding, refresh: bool = False) -> None:
         hidden, queries = self.target.forward(state.pending, state.seq_lens, state.target_cache, None)
@@ -110,7 +110,7 @@ class Engines:
             base.choose = self._vanilla.choose  # the same for every gamma, so compiled once
             if self.acceptance is not None:
                 finish = accept_drawn(self.acceptance)
-                base.finish = {**base.finish, "greedy": compile_region(finish) if config.compile else finish}
+                base.finish = {**base.finish, "greedy": compile_by_batch(finish) if config.compile else finish}
             self._steps[gamma] = base
         step = copy.copy(self._steps[gamma])
         draft_attention, verify = MODES[engine]

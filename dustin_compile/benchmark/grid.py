@@ -26,7 +26,7 @@ from dustin_compile.benchmark.results import Row, make_row
 from dustin_compile.benchmark.timing import median_us, ready
 from dustin_compile.graphs.draft import propose
 from dustin_compile.graphs.state import State, new_state
-from dustin_compile.graphs.verify import choose_set, verify
+from dustin_compile.graphs.verify import choose_set, score_history, verify
 from dustin_compile.kv_cache import MemoryPlan, plan_memory
 
 HEADROOM = 256  # positions behind the context for what the timed steps commit
@@ -412,12 +412,12 @@ class PointTimer:
         target, draft, choose = step.target, step.draft, step.choose["greedy"]
         self.reset(state)
         proposal = propose(draft, state, gamma, True, choose, None)
-        target_scores = target.score(state.query, state.target_cache, state.seq_lens)
+        target_scores = score_history(target, state)
         draft_scores = draft.score(proposal.queries, state.draft_cache, state.seq_lens)
         logits, queries = verify(target, state, gamma, True)
 
         def score() -> None:
-            target.score(state.query, state.target_cache, state.seq_lens)
+            score_history(target, state)
             draft.score(proposal.queries, state.draft_cache, state.seq_lens)
 
         functions: dict[str, Callable[[], Any]] = {

@@ -122,7 +122,7 @@ def profile_pair(
         )
         groups = choose_groups(scores[0].mean(), models[0]), choose_groups(scores[1].mean(), models[1])
         recording = work.record_steps(readers, groups).to(target.device)
-        result = work.search(recording, groups, seed)
+        result = work.search(recording, groups, scores[0].mean(), seed)
     if plot is not None:
         plot_search(Path(plot), {"target": scores[0].mean(), "draft": scores[1].mean()}, result)
 
@@ -270,11 +270,13 @@ class Work:
         self.recorded_texts = len(parts)
         return Recording.join(parts)
 
-    def search(self, recording: Recording, groups: tuple[Groups, Groups], seed: int) -> SearchResult:
+    def search(
+        self, recording: Recording, groups: tuple[Groups, Groups], retrieval_scores: Tensor, seed: int
+    ) -> SearchResult:
         """Heads and split."""
         phase = "search"
         started = time.perf_counter()
-        search = Search(recording, groups, self.models, self.config, seed)
+        search = Search(recording, groups, self.models, self.config, retrieval_scores, seed)
         task = self.progress.add_task(phase, total=search.evaluations())
         search.tick = lambda: self.progress.advance(task)
         result = search.run(lambda: self.may_begin(phase))
@@ -340,6 +342,7 @@ def describe_search(result: SearchResult, groups: tuple[Groups, Groups]) -> dict
         "cost": result.chosen.cost,
         "oracle_arr": result.oracle,
         "streaming_arr": result.streaming,
+        "retrieval_heads": heads_of(groups[0], result.seeds),
         "paper": paper,
         "frontier": frontier,
     }

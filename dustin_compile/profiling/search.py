@@ -1,8 +1,9 @@
 """The search for a pair's heads and split on recorded steps: Algorithm 1 of the Dustin paper, and what goes beyond it.
 
 The paper's way scores with the four retrieval heads of one target layer and of up to three draft layers. The frontier
-grows from single KV heads, target's and draft's, wherever the next one recovers most attention. The choice between
-all of these is made at equal cost: a set that reads fewer keys for its scores may verify with more positions instead.
+starts with the KV heads of the target's strongest retrieval heads and grows by single KV heads, target's and draft's,
+wherever the next one recovers most attention. The choice along it is made at equal cost: a set that reads fewer keys
+for its scores may verify with more positions instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dustin_compile.config import DustinConfig
+from dustin_compile.graphs.verify import smooth
 from dustin_compile.ops.select_tiered import select_tiered
 from dustin_compile.profile import Head
 from dustin_compile.profiling.fingerprint import Fingerprint
@@ -22,11 +24,14 @@ from dustin_compile.profiling.trajectories import Groups, Recording
 EPSILON = 1e-3  # of ARR, that a further draft layer must add
 MAX_DRAFT_LAYERS = 3
 MAX_UNITS = 8  # KV heads of the frontier's last set
+# KV heads of retrieval heads that every set of the frontier holds. Recovery alone passes them over, since most of the
+# attention on prose is elsewhere, and then facts far back are lost.
+SEEDS = 2
 SPLITS = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)  # of the free budget, tried along the frontier
 STUDY_TRIALS = 48
 # Time of a byte of gathered K and V over that of a byte of keys read in a row, on an H200 (bench/results/kernels.jsonl:
-# 512 positions of Qwen2.5-7B take 16.0 µs, the keys of one KV head 65 µs).
-GATHER_COST = 2
+# 512 positions of Qwen2.5-7B take 16.3 µs, the keys of one KV head 44.6 µs).
+GATHER_COST = 3
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,10 @@ class SearchResult:
         layer_arr: ARR of each target layer's retrieval heads alone.
         draft_arr: ARR of the best target layer with no, one, two... draft layers at an even split.
         paper: the set that Algorithm 1 ends with.
+        seeds: the retrieval heads that the frontier starts with, as in `HeadSet.target`.
         frontier: sets in the order in which they grew.
         equal_cost_arr: ARR of the paper's set and of those of the frontier, at the cost of the dearest of them.
-        chosen: the best of these, with its split tuned.
+        chosen: the best of the frontier, with its split tuned.
         share_arr: (draft_share, ARR) of the chosen heads, ascending.
         oracle, streaming: ARR of the best possible set for all layers, and of sinks and window alone.
     """
@@ -63,6 +69,7 @@ class SearchResult:
     layer_arr: list[float]
     draft_arr: list[float]
     paper: HeadSet
+    seeds: tuple[int, ...]
     frontier: list[HeadSet]
     equal_cost_arr: list[float]
     chosen: HeadSet
@@ -104,6 +111,13 @@ def combine(scores: Tensor, groups: Sequence[Sequence[Head]], chosen: Sequence[i
     return total / max(sum(len(groups[group]) for group in chosen), 1)
 
 
+def strongest_units(groups: Groups, scores: Tensor) -> tuple[int, ...]:
+    """Places in `Groups.all` of the SEEDS units with the highest head by scores [layers, heads], the best first."""
+    best = [max(float(scores[head]) for head in unit) for unit in groups.units]
+    order = sorted(range(len(best)), key=lambda unit: -best[unit])
+    return tuple(len(groups.layers) + unit for unit in order[:SEEDS])
+
+
 class Search:
     """Head sets evaluated on one recording.
 
@@ -112,6 +126,7 @@ class Search:
         groups: of target and draft, as recorded.
         models: fingerprints of target and draft, for the bytes.
         config: budget, sinks and window.
+        retrieval_scores: of the target's heads, [layers, heads].
         seed: of Optuna's sampler.
         tick: called after each evaluation.
     """
@@ -122,11 +137,13 @@ class Search:
         groups: tuple[Groups, Groups],
         models: tuple[Fingerprint, Fingerprint],
         config: DustinConfig,
+        retrieval_scores: Tensor,
         seed: int,
         tick: Callable[[], None] = lambda: None,
     ):
         self.recording, self.groups, self.models = recording, groups, models
         self.config, self.seed, self.tick = config, seed, tick
+        self.seeds = strongest_units(groups[0], retrieval_scores)
         self.free = config.budget - config.sinks - config.window
 
     def run(self, proceed: Callable[[], bool] = lambda: True) -> SearchResult:
@@ -135,13 +152,14 @@ class Search:
         frontier = self.grow_frontier(proceed)
         candidates = [paper, *frontier]
         equal_cost_arr = self.compare_at_equal_cost(candidates)
-        best = candidates[max(range(len(candidates)), key=lambda i: equal_cost_arr[i])]
+        best = frontier[max(range(len(frontier)), key=lambda i: equal_cost_arr[1 + i])]
         chosen, share_arr = self.tune_share(best.target, best.draft)
         config = self.config
         return SearchResult(
             layer_arr=layer_arr,
             draft_arr=draft_arr,
             paper=paper,
+            seeds=self.seeds,
             frontier=frontier,
             equal_cost_arr=equal_cost_arr,
             chosen=chosen,
@@ -173,11 +191,17 @@ class Search:
         return layer_arr, draft_arr, self.tune_share(target, draft)[0]
 
     def grow_frontier(self, proceed: Callable[[], bool]) -> list[HeadSet]:
-        """Sets of KV heads, each the one before with the KV head that adds most, the split adapted on the way."""
+        """The seeds with the KV heads that add most, one by one, the split adapted on the way."""
         units = [range(len(groups.layers), len(groups.all)) for groups in self.groups]
-        target = self.best([self.evaluate((unit,), (), 0) for unit in units[0]]).target
-        draft = self.best([self.evaluate(target, (unit,), self.free // 2) for unit in units[1]]).draft
-        frontier = [self.adapt_share(target, draft)]
+        joined = [(*self.seeds, unit) for unit in units[0] if unit not in self.seeds]
+        starts = [
+            self.seeds,
+            *([self.best([self.evaluate(heads, (), 0) for heads in joined]).target] if joined else []),
+        ]
+        frontier = []
+        for target in starts:  # the first further head by history alone: beside weak seeds the draft would get all
+            draft = self.best([self.evaluate(target, (unit,), self.free // 2) for unit in units[1]]).draft
+            frontier.append(self.adapt_share(target, draft))
         while sum(map(len, (frontier[-1].target, frontier[-1].draft))) < MAX_UNITS and proceed():
             now = frontier[-1]
             share = now.draft_share
@@ -228,7 +252,7 @@ class Search:
         self, target: tuple[int, ...], draft: tuple[int, ...], draft_share: int, budget: int | None = None
     ) -> HeadSet:
         """ARR and cost of a set."""
-        target_scores = combine(self.recording.target, self.groups[0].all, target)
+        target_scores = smooth(combine(self.recording.target, self.groups[0].all, target))
         draft_scores = combine(self.recording.draft, self.groups[1].all, draft)
         config = self.config
         rates = recovery_rate(

@@ -27,6 +27,9 @@ class Cache:
     key: Tensor
     value: Tensor
 
+    def copy(self) -> Cache:
+        return Cache(self.key.clone(), self.value.clone())
+
     def rows(self, rows: slice) -> Cache:
         return Cache(self.key[:, rows], self.value[:, rows])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dustin_compile.quality.engine import Cache, Engine, Keep, Observe, attention
+from dustin_compile.quality.engine import Cache, Engine, Keep, Observe, attention, history
 from dustin_compile.quality.selectors import OBSERVED, PAGE, SELECTORS, Selector, Settings, Step, observe_prompt
 
 Key = tuple[str, Settings]
@@ -24,6 +24,7 @@ class Scores:
         agreement: share of queries with the full cache's likeliest token.
         delta_loglik: of the true next token, sparse minus full, in nats; only of queries with the true text before
             them.
+        positions_read: of the history, by a KV head for all queries of its heads; mean over KV heads and layers.
         arr_by_layer: [layers, B, steps].
     """
 
@@ -31,6 +32,7 @@ class Scores:
     arr: Tensor
     agreement: Tensor
     delta_loglik: Tensor
+    positions_read: Tensor
     arr_by_layer: Tensor
 
 
@@ -89,6 +91,7 @@ def compare_on_text(
                         by_layer.mean(0),
                         (full.argmax(-1) == sparse.argmax(-1)).float().mean(1),
                         (gain * on_text).sum(1) / on_text.sum(1),
+                        positions_read(target, queries, step, keep),
                         by_layer,
                     )
                 )
@@ -138,6 +141,18 @@ def recovery(engine: Engine, queries: Sequence[Tensor], step: Step, keep: Keep) 
     return torch.stack(rates)
 
 
+def positions_read(engine: Engine, queries: Sequence[Tensor], step: Step, keep: Keep) -> Tensor:
+    """Positions of the history that a KV head reads: those that any query of its heads may see. Mean over all, [B]."""
+    seen, kv_heads = history(step.cache.key, step.lengths), engine.config.num_key_value_heads
+    counts = []
+    for layer, query in enumerate(queries):
+        kept = keep(layer, query) & seen
+        if kept.shape[1:3] != (1, 1):
+            kept = kept.unflatten(1, (kv_heads, -1)).any(2).any(2)
+        counts.append(kept.sum(-1).float().flatten(1).mean(1))
+    return torch.stack(counts).mean(0)
+
+
 def divergence(full: Tensor, sparse: Tensor) -> Tensor:
     """KL(full ‖ sparse) of log-probabilities [.., vocab], in nats."""
     return (full.exp() * (full - sparse)).sum(-1).clamp(min=0)
@@ -162,60 +177,97 @@ class Generated:
     active: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that both models have read, to generate from any number of times.
+
+    Attributes:
+        text: [B, N] int64, with room for what is generated.
+        lengths: of the prompts, [B] int64.
+        cache, draft_cache: dense K and V of all prompt tokens.
+        observed, last_queries: as in `Step`, of all prompt tokens but the last, which is pending.
+    """
+
+    target: Engine
+    draft: Engine
+    text: Tensor
+    lengths: Tensor
+    cache: Cache
+    draft_cache: Cache
+    observed: Tensor
+    last_queries: list[Tensor]
+
+
+@torch.no_grad()
+def read_prompts(target: Engine, draft: Engine, prompts: Tensor, prompt_lengths: Tensor, room: int) -> Prompts:
+    """Prefill.
+
+    Args:
+        prompts: [B, n] int64, padded on the right.
+        prompt_lengths: [B] int64, more than OBSERVED + 1.
+        room: positions behind the longest prompt.
+    """
+    prompts, lengths = prompts.to(target.device), prompt_lengths.to(target.device)
+    text = torch.nn.functional.pad(prompts, (0, _round_up(prompts.shape[1] + room) - prompts.shape[1]))
+    cache, draft_cache = (engine.new_cache(*text.shape) for engine in (target, draft))
+    target.prefill(prompts, cache)
+    draft.prefill(prompts, draft_cache)
+    observed = observe_prompt(target, text, lengths - 1, cache)
+    last_queries = ask(target, text.gather(1, lengths[:, None] - 2), lengths - 2, cache)
+    return Prompts(target, draft, text, lengths, cache, draft_cache, observed, last_queries)
+
+
 @torch.no_grad()
 def generate(
-    target: Engine,
-    draft: Engine,
-    prompts: Tensor,
-    prompt_lengths: Tensor,
+    prompts: Prompts,
     new_tokens: int,
     gamma: int,
     selector: str,
     settings: Settings,
-    refresh_every: int = 0,
+    refresh_every: int | Sequence[int] = 0,
     measure: bool = False,
 ) -> Generated:
     """Greedy draft-verify generation, where later steps read the K and V that sparse verification wrote.
 
     Args:
-        prompts: [B, n] int64, padded on the right.
-        prompt_lengths: [B] int64, more than OBSERVED + 1.
+        prompts: with room for `room_for(new_tokens, gamma, refresh_every)` positions; they stay as they are.
         selector: a name of SELECTORS.
-        refresh_every: every so many steps, verify densely and rewrite the K and V since the last time; 0: never.
+        refresh_every: every so many steps, verify densely and rewrite the K and V since the last time; 0: never. One
+            number, or one a row.
         measure: compare each step with the dense model.
+
+    Raises:
+        ValueError: the prompts have too little room.
     """
-    device, batch = target.device, len(prompts)
-    prompts, prompt = prompts.to(device), prompt_lengths.to(device)
-    # A refresh of the row that has most to refresh runs past the end of the others.
-    capacity = _round_up(prompts.shape[1] + new_tokens + (2 + refresh_every) * (gamma + 1))
-    text = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
-    text[:, : prompts.shape[1]] = prompts
+    target, draft, prompt = prompts.target, prompts.draft, prompts.lengths
+    text, cache, draft_cache = prompts.text.clone(), prompts.cache.copy(), prompts.draft_cache.copy()
+    (batch, capacity), device = text.shape, text.device
+    periods = [refresh_every] * batch if isinstance(refresh_every, int) else list(refresh_every)
+    if (room := int(capacity - prompt.max())) < (need := room_for(new_tokens, gamma, periods)):
+        raise ValueError(f"prompts have room for {room} tokens; {new_tokens} new ones need {need}")
     rows = torch.arange(batch, device=device)
-    cache, draft_cache = target.new_cache(batch, capacity), draft.new_cache(batch, capacity)
-    target.prefill(prompts, cache)
-    draft.prefill(prompts, draft_cache)
-    dense_cache = Cache(cache.key.clone(), cache.value.clone()) if measure else cache
-    lengths = prompt - 1
-    observed = observe_prompt(target, text, lengths, cache)
-    last_queries = ask(target, text[rows, lengths - 1][:, None], lengths - 1, cache)
-    refreshed, steps = lengths, torch.zeros(batch, device=device)
+    dense_cache = cache.copy() if measure else cache
+    lengths, last_queries = prompt - 1, prompts.last_queries
+    refreshed, steps = lengths.clone(), torch.zeros(batch, device=device)
     trace: list[tuple[Tensor, Tensor, Tensor]] = []
     count = 0
     while bool((active := lengths + 1 < prompt + new_tokens).any()):
         count += 1
         block, draft_queries = propose(draft, text[rows, lengths], lengths, draft_cache, gamma)
         draft.run(block, lengths, draft_cache, write=True)
+        if due := [row for row, period in enumerate(periods) if period and count % period == 0]:
+            rewrite(target, text, due, refreshed, lengths, cache)
+            refreshed[due] = lengths[due]
         keep = None
-        if refresh_every and count % refresh_every == 0:
-            if stale := int((lengths - refreshed).max()):
-                span = refreshed[:, None] + torch.arange(stale, device=device)
-                target.run(text.gather(1, span), refreshed, cache, write=True)
-            refreshed = lengths
-        else:
-            step = Step(target, draft, lengths, cache, draft_cache, last_queries, draft_queries, observed, prompt - 1)
+        if len(due) < batch:
+            step = Step(
+                target, draft, lengths, cache, draft_cache, last_queries, draft_queries, prompts.observed, prompt - 1
+            )
             if selector.startswith("oracle"):
                 step.mass = look(target, block, lengths, cache)[2]
             keep = SELECTORS[selector](step, settings)
+            if due:
+                keep = _dense_in(keep, torch.isin(rows, torch.tensor(due, device=device)))
         queries: list[Tensor] = []
         observe: Observe = lambda layer, query, probs: queries.append(query)  # noqa: B023, E731
         logits = target.run(block, lengths, cache, keep, observe, write=True)
@@ -241,6 +293,28 @@ def generate(
     rates = (lengths + 1 - prompt) / steps
     traces = [torch.stack(part).cpu() for part in zip(*trace, strict=True)] if measure else [None] * 3
     return Generated(text.gather(1, new).cpu(), rates.cpu(), *traces)
+
+
+def room_for(new_tokens: int, gamma: int, refresh_every: int | Sequence[int] = 0) -> int:
+    """Positions that a generation may write behind the longest prompt."""
+    longest = refresh_every if isinstance(refresh_every, int) else max(refresh_every)
+    # A refresh of the row that has most to refresh runs past the end of the others.
+    return new_tokens + (2 + longest) * (gamma + 1)
+
+
+def rewrite(engine: Engine, text: Tensor, rows: list[int], start: Tensor, end: Tensor, cache: Cache) -> None:
+    """Write dense K and V of the tokens start[b]..end[b] of some rows."""
+    start = start[rows]
+    if stale := int((end[rows] - start).max()):
+        part = Cache(cache.key[:, rows], cache.value[:, rows])  # a copy
+        places = start[:, None] + torch.arange(stale, device=start.device)
+        engine.run(text[rows].gather(1, places), start, part, write=True)
+        cache.key[:, rows], cache.value[:, rows] = part.key, part.value
+
+
+def _dense_in(keep: Keep, rows: Tensor) -> Keep:
+    """The same, but all in some rows, [B] bool."""
+    return lambda layer, query: keep(layer, query) | rows[:, None, None, None]
 
 
 def _round_up(positions: int) -> int:

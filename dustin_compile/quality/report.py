@@ -11,6 +11,7 @@ from dustin_compile.benchmark.results import Row
 
 Key = tuple[str, str, str, int, int | None]
 MARKERS = "osv^DXP*<>d"
+SETTINGS = ("sinks", "window", "gamma", "reduce", "heads")  # that the part "sensitivity" varies
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -38,8 +39,40 @@ def make_table(rows: Sequence[Row], metric: str, draft: str) -> Table:
 def make_markdown(rows: Sequence[Row], metric: str, draft: str) -> str:
     """The same table for the README."""
     columns, body = _cells(rows, metric, draft)
-    lines = [["selector", *columns], ["---"] * (len(columns) + 1), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _markdown(["selector", *columns], body)
+
+
+def make_sensitivity_table(rows: Sequence[Row], draft: str) -> Table:
+    """KL and ARR with one setting changed at a time, with intervals."""
+    columns, body = _sensitivity_cells(rows, draft)
+    table = Table(*columns, title=f"sensitivity, draft {draft}")
+    for line in body:
+        table.add_row(*line)
+    return table
+
+
+def make_sensitivity_markdown(rows: Sequence[Row], draft: str) -> str:
+    """The same table for the README."""
+    columns, body = _sensitivity_cells(rows, draft)
+    return _markdown(columns, body)
+
+
+def _sensitivity_cells(rows: Sequence[Row], draft: str) -> tuple[list[str], list[list[str]]]:
+    body = []
+    for name in SETTINGS:
+        found = [row for row in latest(rows) if row["draft"] == draft and row["metric"] == f"kl_by_{name}"]
+        for kl in found:
+            arr = next(row for row in latest(rows) if row["name"] == kl["name"].replace("kl_by_", "arr_by_"))
+            body.append([name, str(kl[name]), f"{kl['context']:,}, {kl['budget']}", _cell(kl), _cell(arr)])
+    return ["setting", "value", "context, budget", "KL", "ARR"], body
+
+
+def _markdown(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *body))
+
+
+def _cell(row: Row) -> str:
+    return f"{row['value']:.3f} ({row['low']:.3f}–{row['high']:.3f})"
 
 
 def _cells(rows: Sequence[Row], metric: str, draft: str) -> tuple[list[str], list[list[str]]]:
@@ -51,7 +84,7 @@ def _cells(rows: Sequence[Row], metric: str, draft: str) -> tuple[list[str], lis
         line = [selector]
         for context, budget in places:
             row = found.get((metric, selector, draft, context, -budget))
-            line.append("" if row is None else f"{row['value']:.3f} ({row['low']:.3f}–{row['high']:.3f})")
+            line.append("" if row is None else _cell(row))
         body.append(line)
     return [f"{context:,}, {-budget}" for context, budget in places], body
 

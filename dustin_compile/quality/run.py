@@ -17,12 +17,22 @@ from dustin_compile.benchmark.results import Row, make_row
 from dustin_compile.compatibility import shared_vocab_size
 from dustin_compile.config import DustinConfig
 from dustin_compile.profile import Head, Profile, default_profile
+from dustin_compile.profiling.fingerprint import fingerprint
 from dustin_compile.profiling.haystack import read_book
+from dustin_compile.profiling.search import scoring_cost
 from dustin_compile.quality.bootstrap import interval
 from dustin_compile.quality.engine import Engine
-from dustin_compile.quality.evaluate import Generated, Key, Scores, compare_on_text, generate
+from dustin_compile.quality.evaluate import (
+    Generated,
+    Key,
+    Scores,
+    compare_on_text,
+    generate,
+    read_prompts,
+    room_for,
+)
 from dustin_compile.quality.prompts import TEST_PART, pad, take_passages, take_trials
-from dustin_compile.quality.selectors import SELECTORS, Settings
+from dustin_compile.quality.selectors import PAGE, SELECTORS, Settings
 
 TAIL = 272  # tokens at a text's end, in which the steps lie
 OFFSETS = tuple(range(32, 257, 32))
@@ -32,8 +42,15 @@ CONTINUED_TOKENS = 64
 DRIFT_TOKENS = 1024
 DRIFT_BIN = 64
 REFRESHES = (0, 64, 16)
-FREE_SELECTORS = ("full", "hybrid", "history", "draft", "streaming", "snapkv", "quest", "oracle")
-UNITS = {"kl": "nats", "delta_loglik": "nats", "tokens_per_step": "tokens", "first_divergence": "tokens"}
+FREE_SELECTORS = ("full", "hybrid", "unsmoothed", "oracle", "quest", "snapkv", "history", "streaming", "draft")
+UNITS = {
+    "kl": "nats",
+    "delta_loglik": "nats",
+    "positions_read": "positions",
+    "tokens_per_step": "tokens",
+    "first_divergence": "tokens",
+}
+PARTS = ("table", "ages", "needles", "continuation", "bytes", "sensitivity", "drift", "others")
 SKIPPING = "layer-skip-24"  # of SmolLM2-135M-Instruct
 # Dropped one by one, each that which changes KL least, on 192 tokens of the book's calibration part.
 KEPT_LAYERS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29)
@@ -54,6 +71,7 @@ class QualityRun:
         contexts: tokens of the texts, the steps in their last 272 included.
         budgets: positions of the sets.
         prompts: of each kind and context.
+        parts: names of PARTS, in the order in which to measure; "others" are the further drafts.
         text: prose, its second half to measure with and its first to rank heads; None: the end of the book.
         minutes: no part begins later than this.
         tell: called with messages.
@@ -62,7 +80,7 @@ class QualityRun:
         left_out: parts that time did not allow, or that the target has too few positions for.
 
     Raises:
-        ValueError: a context or budget is out of range.
+        ValueError: a context or budget is out of range, or there is no such part.
     """
 
     target: PreTrainedModel
@@ -73,6 +91,7 @@ class QualityRun:
     contexts: Sequence[int] = (4096, 2048, 8192)
     budgets: Sequence[int] = (512, 256, 128)
     prompts: int = 24
+    parts: Sequence[str] = PARTS
     gamma: int = 4
     text: str | None = None
     minutes: float = 5.0
@@ -86,6 +105,9 @@ class QualityRun:
                 raise ValueError(f"contexts: {context} must be in {2 * TAIL}..{limit}, the target's positions")
         for budget in self.budgets:
             DustinConfig(budget=budget, gamma=self.gamma)
+        for part in self.parts:
+            if part not in PARTS:
+                raise ValueError(f"parts: {part!r} is none of {', '.join(PARTS)}")
         if self.prompts < 2:
             raise ValueError(f"prompts={self.prompts} must be at least 2")
         if self.gamma + 2 > TAIL - OFFSETS[-1]:
@@ -116,22 +138,33 @@ class QualityRun:
     def _parts(self) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
         main, *others = self.drafts
         contexts = [self.middle, *(context for context in self.contexts if context != self.middle)]
-        for context in contexts:
-            yield f"main table, {main}, {context}", partial(self.compare, main, context)
-        ages = [age for age in AGES if self._fits(f"ages {age}", self.middle + age + self.gamma + 2)]
-        yield "ages", partial(self.compare_ages, main, ages)
-        for context in contexts:
-            yield f"needles, {context}", partial(self.ask_needles, main, context)
-        for context in contexts:
-            yield f"continuation, {main}, {context}", partial(self.continue_text, main, context)
-        yield "sensitivity", partial(self.vary_settings, main)
-        if self._fits("drift", self.middle + DRIFT_TOKENS + 2 * self.gamma + 2):
-            for refresh in REFRESHES:
-                yield f"drift, refresh {refresh}", partial(self.follow_drift, main, refresh)
-        for draft in others:
-            for context in contexts:
-                yield f"main table, {draft}, {context}", partial(self.compare, draft, context)
-            yield f"continuation, {draft}", partial(self.continue_text, draft, self.middle)
+        for part in self.parts:
+            match part:
+                case "table" | "needles" | "continuation" | "bytes":
+                    for context in contexts:
+                        yield f"{part}, {main}, {context}", partial(self.measures[part], main, context)
+                case "ages":
+                    ages = [age for age in AGES if self._fits(f"ages {age}", self.middle + age + self.gamma + 2)]
+                    yield f"ages, {main}", partial(self.compare_ages, main, ages)
+                case "sensitivity":
+                    yield f"sensitivity, {main}", partial(self.vary_settings, main)
+                case "drift":
+                    if self._fits("drift", self.middle + room_for(DRIFT_TOKENS, self.gamma, REFRESHES)):
+                        yield f"drift, {main}", partial(self.follow_drift, main)
+                case "others":
+                    for draft in others:
+                        yield f"table, {draft}, {self.middle}", partial(self.compare, draft, self.middle)
+                        yield f"continuation, {draft}, {self.middle}", partial(self.continue_text, draft, self.middle)
+
+    @property
+    def measures(self) -> dict[str, Callable[[str, int], Iterator[Row]]]:
+        """What is measured with a draft at a context, by part."""
+        return {
+            "table": self.compare,
+            "needles": self.ask_needles,
+            "continuation": self.continue_text,
+            "bytes": self.compare_bytes,
+        }
 
     def _fits(self, part: str, positions: int) -> bool:
         if positions <= self.target.config.max_position_embeddings:
@@ -173,7 +206,7 @@ class QualityRun:
         how = f"teacher forcing, {len(OFFSETS)} steps in the last {TAIL} tokens"
         for (selector, setting), scores in found.items():
             row = partial(self.row, draft=draft, context=context, budget=setting.budget, selector=selector, how=how)
-            for metric in ("kl", "arr", "agreement", "delta_loglik"):
+            for metric in ("kl", "arr", "agreement", "delta_loglik", "positions_read"):
                 yield row(metric, getattr(scores, metric).mean(1))
             if (context, setting.budget) == (self.middle, self.middle_budget) and selector in (
                 "history", "draft", "hybrid", "oracle", "streaming",
@@ -185,12 +218,44 @@ class QualityRun:
     def compare_pairs(self, found: dict[Key, Scores], draft: str, context: int, how: str) -> Iterator[Row]:
         """Paired differences of the hybrid's KL: below 0 it is the better."""
         kl = {(name, setting.budget): scores.kl.mean(1) for (name, setting), scores in found.items()}
-        for other in ("history", "draft", "streaming", "snapkv", "quest"):
+        for other in ("history", "draft", "streaming", "snapkv", "quest", "unsmoothed"):
             differences = [kl["hybrid", budget] - kl[other, budget] for budget in self.budgets]
             row = partial(self.row, f"kl_minus_{other}", draft=draft, context=context, selector="hybrid", how=how)
             for budget, difference in zip(self.budgets, differences, strict=True):
                 yield row(difference, budget=budget)
             yield row(torch.stack(differences).mean(0), budget=None)
+
+    def compare_bytes(self, draft: str, context: int) -> Iterator[Row]:
+        """The hybrid with so many positions that it reads the bytes that Quest reads, its page bounds included."""
+        texts, prompt, history = self.passages(context), context - TAIL, context - TAIL + sum(OFFSETS) / len(OFFSETS)
+        how = f"teacher forcing, {len(OFFSETS)} steps in the last {TAIL} tokens"
+
+        def measure(selector: str, settings: list[Settings]) -> list[Scores]:
+            found = compare_on_text(
+                self.engine, self.engines[draft], texts, prompt, OFFSETS, self.gamma,
+                {selector: SELECTORS[selector]}, settings,
+            )  # fmt: skip
+            return [found[selector, setting] for setting in settings]
+
+        base = self.settings(draft, self.budgets[0])
+        models = fingerprint(self.target), fingerprint(self.drafts[draft])
+        scoring = history * scoring_cost(base.target_heads, base.draft_heads, *models)
+        bounds = history / PAGE  # two keys a page, and as many bytes as K and V of one position
+        quest = measure("quest", [self.settings(draft, budget) for budget in self.budgets])
+        totals = [float(scores.positions_read.mean()) + bounds for scores in quest]
+        # Where scores cost more than all that Quest reads, there is nothing left to compare with.
+        affordable = [total - scoring >= base.sinks + base.window for total in totals]
+        compared = [part for *part, fits in zip(self.budgets, totals, quest, affordable, strict=True) if fits]
+        hybrid = measure("hybrid", [self.settings(draft, round(total - scoring)) for _, total, _ in compared])
+        for (budget, total, theirs), ours in zip(compared, hybrid, strict=True):
+            row = partial(
+                self.row, draft=draft, context=context, budget=budget, positions=round(total),
+                how=f"{how}; both read the bytes of K and V of {total:.0f} positions, of which page bounds "
+                f"{bounds:.0f} and scores {scoring:.0f}",
+            )  # fmt: skip
+            for selector, scores in (("hybrid", ours), ("quest", theirs)):
+                yield row("kl_at_bytes", scores.kl.mean(1), selector=selector)
+            yield row("kl_at_bytes_minus_quest", (ours.kl - theirs.kl).mean(1), selector="hybrid")
 
     def compare_ages(self, draft: str, ages: Sequence[int]) -> Iterator[Row]:
         """The hybrid against SnapKV's set, so many tokens after it was chosen."""
@@ -244,13 +309,13 @@ class QualityRun:
     def _generate(
         self, draft: str, prompts: Tensor, lengths: Tensor, new_tokens: int
     ) -> Iterator[tuple[str, Settings, Generated]]:
+        room = room_for(new_tokens, self.gamma)
+        read = read_prompts(self.engine, self.engines[draft], prompts, lengths, room)
         for selector in FREE_SELECTORS:
             for budget in self.budgets:
                 setting = self.settings(draft, budget)
                 if selector != "full" or budget == self.budgets[0]:  # no budget changes what the full cache gives
-                    out = generate(
-                        self.engine, self.engines[draft], prompts, lengths, new_tokens, self.gamma, selector, setting
-                    )
+                    out = generate(read, new_tokens, self.gamma, selector, setting)
                 yield selector, setting, out
 
     def _cut(self, tokens: list[int]) -> list[int]:
@@ -305,24 +370,27 @@ class QualityRun:
         rate = {setting.target_heads[0]: float(scores.arr.mean()) for (_, setting), scores in found.items()}
         return tuple(sorted(heads, key=lambda head: -rate[head]))
 
-    def follow_drift(self, draft: str, refresh_every: int) -> Iterator[Row]:
-        """KL to the dense model along a long sparse generation."""
-        texts = self.passages(self.middle)
+    def follow_drift(self, draft: str) -> Iterator[Row]:
+        """KL to the dense model along a long sparse generation, for each of REFRESHES."""
+        texts = self.passages(self.middle).repeat(len(REFRESHES), 1)  # side by side, which takes the time of one
         setting = self.settings(draft, self.middle_budget)
-        out = generate(
-            self.engine, self.engines[draft], texts, torch.full((len(texts),), texts.shape[1]), DRIFT_TOKENS,
-            self.gamma, "hybrid", setting, refresh_every, measure=True,
-        )  # fmt: skip
+        lengths = torch.full((len(texts),), texts.shape[1])
+        room = room_for(DRIFT_TOKENS, self.gamma, REFRESHES)
+        read = read_prompts(self.engine, self.engines[draft], texts, lengths, room)
+        periods = [refresh for refresh in REFRESHES for _ in range(self.prompts)]
+        out = generate(read, DRIFT_TOKENS, self.gamma, "hybrid", setting, periods, measure=True)
         assert out.places is not None and out.kl is not None and out.active is not None  # measure=True gives them
         for first in range(0, DRIFT_TOKENS, DRIFT_BIN):
             inside = (out.places >= first) & (out.places < first + DRIFT_BIN) & out.active
-            yield self.row(
-                "kl_drift", (out.kl * inside).sum(0) / inside.sum(0).clamp(min=1), draft=draft, context=self.middle,
-                budget=setting.budget, selector="hybrid", suffix=f"/refresh{refresh_every}/{first + DRIFT_BIN}",
-                how=f"free running, steps that begin at new tokens {first}..{first + DRIFT_BIN - 1}, "
-                f"refresh_every {refresh_every}; the dense model reads the same text",
-                refresh_every=refresh_every, new_tokens=first + DRIFT_BIN,
-            )  # fmt: skip
+            means = (out.kl * inside).sum(0) / inside.sum(0).clamp(min=1)
+            for refresh_every, by_prompt in zip(REFRESHES, means.split(self.prompts), strict=True):
+                yield self.row(
+                    "kl_drift", by_prompt, draft=draft, context=self.middle, budget=setting.budget, selector="hybrid",
+                    suffix=f"/refresh{refresh_every}/{first + DRIFT_BIN}",
+                    how=f"free running, steps that begin at new tokens {first}..{first + DRIFT_BIN - 1}, "
+                    f"refresh_every {refresh_every}; the dense model reads the same text",
+                    refresh_every=refresh_every, new_tokens=first + DRIFT_BIN,
+                )  # fmt: skip
 
     def row(
         self,

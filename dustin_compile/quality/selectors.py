@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dustin_compile.graphs.verify import smooth
 from dustin_compile.ops.select_tiered import select_tiered
 from dustin_compile.profile import Head
 from dustin_compile.quality.engine import Cache, Engine, Keep, attention
@@ -66,11 +67,11 @@ class Step:
     mass: Tensor | None = None
     scores: dict = field(default_factory=dict)
 
-    def target_scores(self, heads: tuple[Head, ...]) -> Tensor:
-        """Mean attention of heads with the last query, [B, N]."""
+    def target_scores(self, heads: tuple[Head, ...], raw: bool = False) -> Tensor:
+        """Mean attention of heads with the last query, [B, N], smoothed as in the engine, or raw."""
         if heads not in self.scores:
             self.scores[heads] = score(self.target, self.last_queries, self.cache, self.lengths, heads)
-        return self.scores[heads]
+        return self.scores[heads] if raw else smooth(self.scores[heads])
 
     def draft_scores(self, heads: tuple[Head, ...], reduce: str) -> Tensor:
         """Attention of heads with the draft's queries, their mean or maximum, [B, N]."""
@@ -147,6 +148,13 @@ def total(step: Step, settings: Settings) -> Keep:
     """The sum of both scores, each of which sums to 1."""
     scores = step.target_scores(settings.target_heads) + step.draft_scores(settings.draft_heads, "mean")
     return _everywhere(choose(step, settings, scores, scores, 0))
+
+
+def unsmoothed(step: Step, settings: Settings) -> Keep:
+    """The hybrid without `smooth`."""
+    ahead = step.draft_scores(settings.draft_heads, settings.reduce)
+    scores = step.target_scores(settings.target_heads, raw=True)
+    return _everywhere(choose(step, settings, ahead, scores, settings.draft_share))
 
 
 def streaming(step: Step, settings: Settings) -> Keep:
@@ -237,6 +245,7 @@ SELECTORS: dict[str, Selector] = {
     "sum": total,
     "oracle_3": oracle_3,
     "hybrid_3": hybrid_3,
+    "unsmoothed": unsmoothed,
 }
 
 
