@@ -22,6 +22,7 @@ from dustin_compile.ops.append_kv import append_kv, append_kv_reference
 from dustin_compile.ops.dense_attention import dense_attention, dense_attention_reference
 from dustin_compile.ops.score_heads import score_heads, score_heads_reference
 from dustin_compile.ops.select_tiered import select_tiered, select_tiered_reference
+from dustin_compile.ops.skinny_linear import skinny_linear, skinny_linear_reference
 from dustin_compile.ops.sparse_attention import sparse_attention, sparse_attention_reference
 
 PAGE = 16  # positions, of FlashInfer's paged cache
@@ -306,3 +307,20 @@ def test_select_tiered(shape, device, start, time_op):
     nbytes = 2 * 4 * shape.batch * shape.context + indices.nbytes
     note = f"budget {shape.budget}, draft share {share}, scores warm in L2, as the step has them"
     time_op("select_tiered", calls, nbytes, note)
+
+
+@pytest.mark.parametrize("product", ["qkv", "o", "gate_up", "down"])
+def test_skinny_linear(product, shape, device, dtype, time_op):
+    """The products of a Qwen2.5-0.5B layer, the draft, with one token a row."""
+    outputs, depth = {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (896, 4864)}[product]
+    gated = product == "gate_up"
+    x = torch.randn(shape.batch, 1, depth, device=device, dtype=dtype)
+    weights = [
+        torch.randn(outputs, depth, device=device, dtype=dtype) * depth**-0.5
+        for _ in range(CALLS if device.type == "cuda" else 1)
+    ]
+    out = skinny_linear(x, weights[0], gated=gated)
+    check(out, skinny_linear_reference(x.float(), weights[0].float(), None, gated), dtype)
+    calls = [lambda weight=weight: skinny_linear(x, weight, gated=gated) for weight in weights]
+    note = f"{product} of Qwen2.5-0.5B, [{outputs}, {depth}], 1 token a row, {CALLS} weights in turn"
+    time_op(f"skinny_linear-{product}", calls, weights[0].nbytes + x.nbytes + out.nbytes, note)

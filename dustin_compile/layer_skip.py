@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 from torch import nn
@@ -30,8 +29,7 @@ def layer_skip(target: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
     if not indices or not valid or sorted(set(indices)) != indices:
         raise ValueError(f"keep={keep!r} must be ascending layer indices of the target, 0 to {layers - 1}")
     draft = share_structure(target)
-    draft.config = copy.deepcopy(target.config)
-    draft.config.num_hidden_layers = draft.model.config.num_hidden_layers = len(keep)
+    draft.config.num_hidden_layers = len(keep)  # a copy, which all its modules share
     if getattr(draft.config, "layer_types", None):
         draft.config.layer_types = [target.config.layer_types[index] for index in keep]
     draft.model.layers = nn.ModuleList(draft.model.layers[index] for index in keep)

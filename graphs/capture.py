@@ -13,8 +13,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dustin_compile.graphs.state import State
 
-OPTIONS: dict[str, Any] = {"triton.enable_pdl": True}  # inductor's kernels overlap too; see ops/dependent_launch.py
-
 
 def compile_region(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
     """Compile a function without graph breaks, for one shape of its arguments or, dynamic, for any.
@@ -25,7 +23,7 @@ def compile_region(function: Callable[..., Any], dynamic: bool = False) -> Calla
     original = cast(FunctionType, function)
     code = original.__code__.replace()
     copy = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, original.__closure__)
-    return torch.compile(copy, fullgraph=True, dynamic=dynamic, options=OPTIONS)
+    return torch.compile(copy, fullgraph=True, dynamic=dynamic)
 
 
 def compile_by_batch(function: Callable[..., Any]) -> Callable[..., Any]:

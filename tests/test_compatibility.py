@@ -238,6 +238,12 @@ def test_layer_skip_shares_weights_and_leaves_the_target():
     assert torch.equal(greedy(target, input_ids, mask, 8), text)
 
 
+def test_layer_skip_has_one_configuration():
+    """transformers 5.17 sets the attention of those modules alone whose configuration the model's is."""
+    draft = layer_skip(tiny_model(), [0, 2])
+    assert all(layer.self_attn.config is draft.config for layer in draft.model.layers)
+
+
 def test_layer_skip_runs_the_kept_layers():
     target = tiny_model("qwen2", num_hidden_layers=4)
     expected = copy.deepcopy(target)

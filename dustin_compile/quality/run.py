@@ -245,7 +245,8 @@ class QualityRun:
         totals = [float(scores.positions_read.mean()) + bounds for scores in quest]
         # Where scores cost more than all that Quest reads, there is nothing left to compare with.
         affordable = [total - scoring >= base.sinks + base.window for total in totals]
-        compared = [part for *part, fits in zip(self.budgets, totals, quest, affordable, strict=True) if fits]
+        parts = zip(self.budgets, totals, quest, affordable, strict=True)
+        compared = [(budget, total, scores) for budget, total, scores, fits in parts if fits]
         hybrid = measure("hybrid", [self.settings(draft, round(total - scoring)) for _, total, _ in compared])
         for (budget, total, theirs), ours in zip(compared, hybrid, strict=True):
             row = partial(
