@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dustin_compile import DustinConfig, Profile, profile_pair, smol
 from dustin_compile.benchmark.results import RESULTS, append_rows, make_row
+from dustin_compile.graphs.verify import smooth
 from dustin_compile.loading import LoadedPair, load_pair
 from dustin_compile.profile import Head, default_profile
 from dustin_compile.profiling.fingerprint import fingerprint
@@ -154,7 +155,9 @@ def rate(recording: Recording, groups: tuple[Groups, Groups], profile: Profile, 
             (recording.target, groups[0], profile.target_heads),
         )
     )
-    return recovery_rate(recording, draft, target, config.budget, config.sinks, config.window, profile.draft_share)
+    return recovery_rate(
+        recording, draft, smooth(target), config.budget, config.sinks, config.window, profile.draft_share
+    )
 
 
 if __name__ == "__main__":

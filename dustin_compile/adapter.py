@@ -125,7 +125,6 @@ def defer_rotation(attention: type[nn.Module]) -> type[nn.Module]:
 
 SMALL_PRODUCT = 16  # rows up to which a CPU multiplies faster with the weight first
 
-
 _plain_products = False  # a context variable could not be compiled
 
 
@@ -145,7 +144,7 @@ def is_skinny(x: Tensor, weight: Tensor) -> bool:
 
     It is up to 16 rows, and with small weights up to 32, but not with a vocabulary of outputs.
     """
-    if _plain_products or not x.is_cuda or x.dtype == torch.float32 or weight.shape[0] > 2**16:
+    if _plain_products or not x.is_cuda or x.dtype == torch.float32 or weight.shape[0] > 16 * weight.shape[1]:
         return False
     rows = x.shape[0] * x.shape[1]
     return rows <= 16 or (rows <= 32 and weight.numel() <= 10_000_000)

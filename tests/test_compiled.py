@@ -117,3 +117,13 @@ def test_refresh_and_sampling_trace_once(without_inductor):
     before = graphs()
     check_equal(compiled, eager, [3, 130], **sampling)
     assert graphs() == before
+
+
+def test_more_batch_sizes_than_dynamo_keeps_variants(monkeypatch):
+    """Each has its own compilation: torch.compile refuses more variants of one than its limit."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile(*args, **kwargs, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    pair = compile_tiny(*tiny_pair(num_hidden_layers=1), gamma=GAMMA, compile=True)
+    for batch in (1, 2, 4):
+        assert pair.generate(*random_prompts([20] * batch), max_new_tokens=6).sequences.shape == (batch, 26)
