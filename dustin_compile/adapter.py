@@ -176,8 +176,12 @@ class MergedLinear(nn.Module):
         self.bias = nn.Buffer(_join([linear.bias for linear in linears]), persistent=False) if biased else None
         self.parts: list[Tensor] = []
 
+    def multiply(self, x: Tensor) -> list[Tensor]:
+        """What each of the layers gives."""
+        return list(multiply(x, self.weight, self.bias).split(self.sizes, dim=-1))
+
     def forward(self, x: Tensor) -> Tensor:
-        self.parts = list(multiply(x, self.weight, self.bias).split(self.sizes, dim=-1))
+        self.parts = self.multiply(x)
         return self.parts.pop(0)
 
 
@@ -219,7 +223,7 @@ class MergedMLP(nn.Module):
         merged = self.gate_up
         if self.is_swiglu and is_skinny(x, merged.weight):
             return self.down(skinny_linear(x.contiguous(), merged.weight, merged.bias, gated=True))
-        gate, up = multiply(x, merged.weight, merged.bias).split(merged.sizes, dim=-1)
+        gate, up = merged.multiply(x)
         return self.down(self.activation(gate) * up)
 
 

@@ -278,7 +278,8 @@ class Writer:
                     inputs = [zeros(rows, config.hidden_size)]
                     if part in ("join", "back"):
                         inputs.append(zeros(rows, config.num_attention_heads, size))
-                    names, programs[part][rows] = self._trace(parts[0], function, inputs)
+                    names = names or _used_tensors(parts[0], function, inputs)  # whatever the rows
+                    programs[part][rows] = self._trace(parts[0], names, function, inputs)
                 weights[part] = [
                     self._store_all(prefixes.get(part, f"{role}.{index}."), module, names)
                     for index, module in enumerate(parts)
@@ -301,20 +302,21 @@ class Writer:
         }
 
     def _trace(
-        self, module: nn.Module, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
-    ) -> tuple[list[str], str]:
-        """Export one function of a module; returns the names of the tensors that it takes, and its file."""
+        self,
+        module: nn.Module,
+        names: list[str],
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: Sequence[Tensor],
+    ) -> str:
+        """Export one function of a module, which takes those of its tensors; returns the program's file."""
         tensors = _tensors(module)
-        everything = _export(Part(module, list(tensors), function), (*tensors.values(), *inputs))
-        placeholders = [node for node in everything.graph.nodes if node.op == "placeholder"]
-        names = [name for name, node in zip(tensors, placeholders, strict=False) if node.users]
         arguments = (*(tensors[name] for name in names), *inputs)
         program = _export(Part(module, names, function), arguments)
         described = [(tuple(t.shape), t.stride(), str(t.dtype)) for t in arguments]
         key = hashlib.sha256(f"{program.graph_module.code}{described}".encode()).hexdigest()[:16]
         path = self.directory / f"{key}{self.suffix}"
         self.programs[path] = program, arguments
-        return names, path.name
+        return path.name
 
     def _store_all(self, prefix: str, module: nn.Module, names: Sequence[str]) -> list[str]:
         tensors = _tensors(module)
@@ -334,6 +336,16 @@ class Writer:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in chain(module.named_parameters(), module.named_buffers())}
+
+
+def _used_tensors(
+    module: nn.Module, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+) -> list[str]:
+    """Names of a module's tensors that a function of it takes."""
+    tensors = _tensors(module)
+    everything = _export(Part(module, list(tensors), function), (*tensors.values(), *inputs))
+    placeholders = [node for node in everything.graph.nodes if node.op == "placeholder"]
+    return [name for name, node in zip(tensors, placeholders, strict=False) if node.users]
 
 
 @contextmanager

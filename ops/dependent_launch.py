@@ -2,7 +2,8 @@
 
 In a step of a thousand small kernels the time between two of them counts. A kernel that takes part calls
 `follow_previous` before it touches memory: it waits there for the kernel before it, and only then lets the next one
-start. So whoever runs knows that all kernels but the last have ended, which inductor's own kernels rely on.
+start. So whoever runs knows that all kernels but the last have ended. Inductor's kernels do not take part
+(`triton.enable_pdl`): those that load nothing would not wait, and order would be lost behind them.
 """
 
 import functools

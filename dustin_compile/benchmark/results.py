@@ -32,9 +32,9 @@ def make_row(name: str, value: float, unit: str, device: torch.device, condition
         fields: the same for programs.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else f"none ({platform.processor() or 'CPU'})"
-    versions = {package: version(package) for package in ("torch", "transformers")}
+    versions = {package: _version(package) for package in ("torch", "transformers")}
     if device.type == "cuda":
-        versions["triton"] = version("triton")
+        versions["triton"] = _version("triton")
     return {
         "name": name,
         "value": float(f"{value:.4g}"),
@@ -57,6 +57,9 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+_version = functools.cache(version)  # reads the installed metadata
 
 
 @functools.cache
