@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip
 
-.PHONY: demo test lint
+.PHONY: demo test lint sanitize
 demo: $(VENV)/installed-demo
 	$(VENV)/bin/dustin-compile demo
 
@@ -17,6 +17,13 @@ lint: $(VENV)/installed-test
 	rm -rf build
 	$(PIP) install --quiet --no-deps --no-build-isolation --target build/lint .
 	cd build/lint && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p dustin_compile
+
+# Needs a CUDA device, compute-sanitizer of the CUDA toolkit, and what make test installs.
+sanitize: $(VENV)/installed-test
+	for tool in memcheck racecheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(VENV)/bin/python tests/sanitize.py || exit 1; \
+	done
 
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt -e '.[$*]'

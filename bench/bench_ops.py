@@ -7,6 +7,7 @@ Each is compared with a reference in higher precision first, and not timed where
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -27,6 +28,23 @@ from dustin_compile.ops.sparse_attention import sparse_attention, sparse_attenti
 
 PAGE = 16  # positions, of FlashInfer's paged cache
 SPARE = 64  # positions behind the context, for the block
+COLD = 200e6  # bytes of inputs that take turns, far more than the 50 MB of L2
+PRODUCTS = {  # a layer's, and the logits': outputs, depth
+    "qwen2.5-0.5b": {
+        "qkv": (1152, 896),
+        "o": (896, 896),
+        "gate_up": (9728, 896),
+        "down": (896, 4864),
+        "lm_head": (151936, 896),
+    },
+    "qwen2.5-7b": {
+        "qkv": (4608, 3584),
+        "o": (3584, 3584),
+        "gate_up": (37888, 3584),
+        "down": (3584, 18944),
+        "lm_head": (152064, 3584),
+    },
+}
 
 
 @lru_cache(maxsize=1)
@@ -50,26 +68,50 @@ def start(shape, device) -> Tensor:
 
 
 @pytest.fixture
-def time_op(benchmark, shape, measured, dtype):
-    """A function that times an op and writes its row.
+def time_calls(benchmark, measured):
+    """A function that times an op.
 
-    Its arguments are the op's name, its calls, and the bytes that a call must move.
+    Its arguments are the op's calls, each with inputs of its own, and the bytes that a call must move. It gives the
+    microseconds of a call, and what a row says of them: fields, and the end of its conditions. Where nothing is timed,
+    the first call runs once and the microseconds are None.
     """
 
-    def time(op: str, calls: list[Callable[[], object]], nbytes: int, note: str) -> None:
+    def time(calls: list[Callable[[], object]], nbytes: int) -> tuple[float | None, dict[str, float], str]:
         if measured.bandwidth is None:
             benchmark(calls[0])
-            return
+            return None, {}, ""
+        number = max(CALLS, len(calls))
 
         def run_all() -> None:
-            for i in range(CALLS):
+            for i in range(number):
                 calls[i % len(calls)]()
 
         benchmark.pedantic(capture(run_all), rounds=ROUNDS, warmup_rounds=2)
-        us = benchmark.stats["median"] * 1e6 / CALLS
+        us = benchmark.stats["median"] * 1e6 / number
         floor = nbytes / measured.bandwidth * 1e6
-        measured.us[op, shape.name] = us
         benchmark.extra_info.update(us_a_call=us, floor_us=floor)
+        how = (
+            f"one CUDA graph of {number} calls, median of {ROUNDS}; floor {floor:.1f} us at the "
+            f"{measured.bandwidth / 1e12:.2f} TB/s of a copy in the same run"
+        )
+        return us, {"floor_us": round(floor, 2)}, how
+
+    return time
+
+
+@pytest.fixture
+def time_op(time_calls, shape, measured, dtype):
+    """A function that times an op of a shape and writes its row.
+
+    Its arguments are the op's name, its calls, the bytes that a call must move, what the conditions say of the case,
+    and how many inputs take turns.
+    """
+
+    def time(op: str, calls: list[Callable[[], object]], nbytes: int, note: str, inputs: int = CACHES) -> None:
+        us, fields, how = time_calls(calls, nbytes)
+        if us is None:
+            return
+        measured.us[op, shape.name] = us
         model = "qwen2.5-0.5b-draft" if op == "score_heads_draft" else shape.name
         metric = op.removesuffix("_draft") + "_us"
         name = f"{metric}/{model}/{shape.context}x{shape.batch}"
@@ -79,12 +121,9 @@ def time_op(benchmark, shape, measured, dtype):
             name = f"peer_attention_us/{op.removeprefix('peer_')}/{shape.name}/{shape.context}x{shape.batch}"
         conditions = (
             f"{str(dtype).removeprefix('torch.')}, {shape.context:,} positions, {shape.batch} rows, {note}, "
-            f"{CACHES} inputs in turn, one CUDA graph of {CALLS} calls, median of {ROUNDS}; floor {floor:.1f} us at "
-            f"the {measured.bandwidth / 1e12:.2f} TB/s of a copy in the same run"
+            f"{inputs} inputs in turn, {how}"
         )
-        append_rows(RESULTS / "kernels.jsonl", [
-            make_row(name, us, "us", measured.device, conditions, floor_us=round(floor, 2))
-        ])  # fmt: skip
+        append_rows(RESULTS / "kernels.jsonl", [make_row(name, us, "us", measured.device, conditions, **fields)])
 
     return time
 
@@ -295,7 +334,8 @@ def test_score_heads_of_draft(shape, device, dtype, start, time_op):
 def test_select_tiered(shape, device, start, time_op):
     share = (shape.budget - shape.sinks - shape.window) // 2
     size = (shape.batch, shape.context + SPARE)
-    pairs = [tuple(torch.rand(size, device=device) ** 8 for _ in range(2)) for _ in range(CACHES)]
+    turns = math.ceil(COLD / (2 * 4 * size[0] * size[1])) if device.type == "cuda" else 1
+    pairs = [tuple(torch.rand(size, device=device) ** 8 for _ in range(2)) for _ in range(turns)]
 
     def select(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return select_tiered(draft, target, start, shape.budget, shape.sinks, shape.window, share)
@@ -305,22 +345,48 @@ def test_select_tiered(shape, device, start, time_op):
     assert torch.equal(indices, expected[0]) and torch.equal(counts, expected[1])
     calls = [lambda pair=pair: select(*pair) for pair in pairs]
     nbytes = 2 * 4 * shape.batch * shape.context + indices.nbytes
-    note = f"budget {shape.budget}, draft share {share}, scores warm in L2, as the step has them"
-    time_op("select_tiered", calls, nbytes, note)
+    note = f"budget {shape.budget}, {shape.sinks} sinks, window {shape.window}, draft share {share}, cold L2"
+    time_op("select_tiered", calls, nbytes, note, turns)
 
 
-@pytest.mark.parametrize("product", ["qkv", "o", "gate_up", "down"])
-def test_skinny_linear(product, shape, device, dtype, time_op):
-    """The products of a Qwen2.5-0.5B layer, the draft, with one token a row."""
-    outputs, depth = {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (896, 4864)}[product]
+@pytest.mark.parametrize("op", ["skinny_linear", "cublas"])
+@pytest.mark.parametrize("product", ["qkv", "o", "gate_up", "down", "lm_head"])
+@pytest.mark.parametrize(("model", "rows"), [("qwen2.5-0.5b", 16), ("qwen2.5-0.5b", 32), ("qwen2.5-7b", 16)])
+def test_linear(model, rows, product, op, device, dtype, measured, time_calls):
+    """The products of few rows with a layer's weights, and torch's, which are cuBLAS's, followed by SwiGLU."""
+    timed = measured.bandwidth is not None
+    outputs, depth = PRODUCTS[model][product] if timed else (64, 48)
+    turns = max(2, math.ceil(COLD / (outputs * depth * dtype.itemsize))) if timed else 1
     gated = product == "gate_up"
-    x = torch.randn(shape.batch, 1, depth, device=device, dtype=dtype)
-    weights = [
-        torch.randn(outputs, depth, device=device, dtype=dtype) * depth**-0.5
-        for _ in range(CALLS if device.type == "cuda" else 1)
-    ]
-    out = skinny_linear(x, weights[0], gated=gated)
+    torch.manual_seed(0)
+    x = torch.randn(rows, 1, depth, device=device, dtype=dtype)
+    weights = [torch.randn(outputs, depth, device=device, dtype=dtype) * depth**-0.5 for _ in range(turns)]
+    activate = torch.compile(swiglu, fullgraph=True, dynamic=False) if timed else swiglu
+
+    def multiply(weight: Tensor) -> Tensor:
+        if op == "skinny_linear":
+            return skinny_linear(x, weight, gated=gated)
+        product = torch.nn.functional.linear(x, weight)
+        return activate(product) if gated else product
+
+    out = multiply(weights[0])
     check(out, skinny_linear_reference(x.float(), weights[0].float(), None, gated), dtype)
-    calls = [lambda weight=weight: skinny_linear(x, weight, gated=gated) for weight in weights]
-    note = f"{product} of Qwen2.5-0.5B, [{outputs}, {depth}], 1 token a row, {CALLS} weights in turn"
-    time_op(f"skinny_linear-{product}", calls, weights[0].nbytes + x.nbytes + out.nbytes, note)
+    calls = [lambda weight=weight: multiply(weight) for weight in weights]
+    us, fields, how = time_calls(calls, weights[0].nbytes + x.nbytes + out.nbytes)
+    if us is None:
+        return
+    kernel = "skinny_linear" if op == "skinny_linear" else "torch.nn.functional.linear (cuBLAS)"
+    if gated:
+        kernel += " with SwiGLU" if op == "skinny_linear" else " and an inductor kernel for SwiGLU"
+    conditions = (
+        f"{str(dtype).removeprefix('torch.')}, {rows} rows, [{outputs}, {depth}], {kernel}, no bias, {turns} weights "
+        f"in turn, {turns * weights[0].nbytes / 1e6:.0f} MB, cold L2, {how}"
+    )
+    metric = "skinny_linear_us" if op == "skinny_linear" else "peer_linear_us/cublas"
+    name = f"{metric}/{model}/{product}/{rows}"
+    append_rows(RESULTS / "kernels.jsonl", [make_row(name, us, "us", device, conditions, **fields)])
+
+
+def swiglu(product: Tensor) -> Tensor:
+    gate, up = product.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

@@ -3,7 +3,8 @@
     python bench/bench_profile.py
 
 It profiles the pair for each budget (what is cached is used), records steps on passages of the book that no profile
-has seen, and appends to bench/results/profile.jsonl.
+has seen, and appends to bench/results/profile.jsonl: the time of profiling, the frontier of ARR against the cost of
+scoring on the steps that were searched on, and ARR on those that were held out.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ def main() -> None:
     parser.add_argument("--profile-context", type=int, default=4096)
     parser.add_argument("--output", type=Path, default=RESULTS / "profile.jsonl")
     options = parser.parse_args()
+    shortest = 64 * (STEPS - 1) + max(BUDGETS)
+    if min(options.contexts) <= shortest:
+        parser.error(f"--contexts {min(options.contexts)} must be more than {shortest}, for its first step's history")
 
     pair = load_pair(smol.target_directory(), smol.draft_directory())
     models = pair.target, pair.draft
@@ -57,9 +61,20 @@ def main() -> None:
         names = {"model": smol.MODEL, "draft": smol.DRAFT, "dtype": str(pair.target.dtype).removeprefix("torch.")}
         rows.append(make_row(f"profile/{name}", value, unit, pair.target.device, conditions, **names, **fields))
 
-    first = searched[BUDGETS[0]]
-    for phase, seconds in first.record["seconds"].items():
-        add(f"seconds/{phase.replace(' ', '_')}", seconds, "s", f"context {first.record['context']}", phase=phase)
+    for budget, profile in searched.items():
+        record = profile.record
+        how = f"context {record['context']}, {record['texts']} texts, {record['steps']} steps"
+        seconds = {**record["seconds"], "total": sum(record["seconds"].values())}
+        for phase, value in seconds.items():  # budgets share all phases but the search, where their steps are the same
+            add(f"seconds/{phase.replace(' ', '_')}/{budget}", value, "s", how, phase=phase, budget=budget)
+        for i, point in enumerate((record["paper"], *record["frontier"])):
+            selector = f"frontier{i}" if i else "paper"
+            add(
+                f"frontier/smollm2/{record['context']}/{budget}/{selector}", point["arr"], "share",
+                f"on the steps searched on; {how}", metric="frontier_arr", selector=selector, budget=budget,
+                context=record["context"], chosen=all(point[n] == getattr(profile, n) for n in FIELDS[:2]),
+                **{name: point[name] for name in (*FIELDS, "cost", "equal_cost_arr")},
+            )  # fmt: skip
 
     print("recording held-out passages")
     profiles = {}
@@ -70,7 +85,7 @@ def main() -> None:
             "default": default,
             "paper": replace(searched[budget], **{name: paper[name] for name in FIELDS}),
             "searched": searched[budget],
-            f"searched for {BUDGETS[0]}": replace(first, path=None).fit(config),
+            f"searched for {BUDGETS[0]}": replace(searched[BUDGETS[0]], path=None).fit(config),
             "history only": replace(searched[budget], draft_share=0),
             "draft only": replace(searched[budget], draft_share=budget - config.sinks - config.window),
         }  # fmt: skip
@@ -89,7 +104,7 @@ def main() -> None:
     costs: dict[str, dict[int, str]] = {}
     for context, budget in columns:
         config = configs[budget]
-        chosen = (recording.lengths <= context) & (recording.lengths > context - 64 * STEPS)
+        chosen = torch.isin(recording.lengths.cpu(), torch.tensor(steps_of(context))).to(recording.lengths.device)
         part = Recording(**{name: tensor[chosen] for name, tensor in vars(recording).items()})
         rates = {name: (rate(part, groups, profile, config), profile) for name, profile in profiles[budget].items()}
         rates["oracle"] = oracle_rate(part, budget, config.sinks, config.window), None
@@ -126,14 +141,21 @@ def by_layer(heads: Sequence[Head]) -> list[tuple[Head, ...]]:
     return [tuple(head for head in heads if head[0] == layer) for layer in sorted({layer for layer, _ in heads})]
 
 
+def steps_of(context: int) -> list[int]:
+    """Histories of a context's steps."""
+    return [context - 64 * step for step in range(STEPS)]
+
+
 def record_held_out(
     pair: LoadedPair, groups: tuple[Groups, Groups], passages: int, contexts: Sequence[int]
 ) -> tuple[Recording, Tensor]:
     """Steps on passages of the book behind the part that profiles are made with, and the passage of each step."""
     book = read_book((BOOK_PART[1], 1.0))
     tokens = pair.tokenizer(book, return_tensors="pt", verbose=False).input_ids[0].to(pair.target.device)
-    lengths = sorted(context - 64 * step for context in contexts for step in range(STEPS))
+    lengths = sorted({length for context in contexts for length in steps_of(context)})
     last = len(tokens) - lengths[-1] - 1
+    if last < 0:
+        raise ValueError(f"contexts: the held-out part has {len(tokens)} tokens, a passage needs {lengths[-1] + 1}")
     with torch.no_grad():
         readers = [
             Reader(model, pair.target.config.vocab_size, lengths[-1] + 16) for model in (pair.target, pair.draft)

@@ -84,7 +84,8 @@ def ratio_rows(measured: Measured) -> list[dict]:
                 f"attention_speedup/{place}", peers[best] / us["sparse_attention"], "x", measured.device,
                 f"the best dense peer of this run, {best.removeprefix('peer_')} ({peers[best]:.1f} us), over "
                 f"sparse_attention ({us['sparse_attention']:.2f} us); in the run: "
-                + ", ".join(f"{op.removeprefix('peer_')} {value:.1f} us" for op, value in sorted(peers.items())),
+                + ", ".join(f"{op.removeprefix('peer_')} {value:.1f} us" for op, value in sorted(peers.items()))
+                + ("" if any("flashinfer" in op for op in peers) else ", without FlashInfer"),
             ))  # fmt: skip
         if {"sparse_attention", "dense_attention"} <= us.keys():
             rows.append(make_row(

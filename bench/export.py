@@ -2,16 +2,22 @@
 
     python bench/export.py [--backends aot-inductor tensorrt] [--pairs smollm2 qwen2.5-7b] [--layers 4 4] [--batch 1]
 
-Rows are appended to bench/results/export.jsonl. A part that fails or takes too long prints why, and the others go on.
+Rows are appended to bench/results/export.jsonl as they are measured. A part that fails or takes too long prints why,
+and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import signal
+import statistics
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,6 +26,7 @@ from dustin_compile import CompiledPair, load_exported, smol
 from dustin_compile.benchmark.pairs import SHAPES, SMOLLM2, compile_models, make_models, random_model
 from dustin_compile.benchmark.results import RESULTS, append_rows, make_row
 from dustin_compile.benchmark.timing import median_us, now
+from dustin_compile.export import BUILDERS, Backend, export_pair
 from dustin_compile.runtime import ExportedPair
 
 OUTPUT = RESULTS / "export.jsonl"
@@ -62,24 +69,52 @@ def step_us(pair: CompiledPair | ExportedPair, prompts: torch.Tensor) -> float:
     return median_us(pair._generation.replays[("greedy", False)], CUDA, 30)
 
 
-def compare_tokens(name: str, backend: str, context: int, tokens: int) -> None:
-    """fp32 tokens of the exported pair and of the pair, sparse and dense."""
+def record(name: str, value: float, unit: str, conditions: str, **fields) -> None:
+    """Append a row at once: what comes after it may fail."""
+    append_rows(OUTPUT, [make_row(name, value, unit, CUDA, conditions, **fields)])
+    tell(f"{name}: {value:.4g} ({unit}); {conditions}")
+
+
+@contextmanager
+def build_once(backend: Backend, built: Path) -> Iterator[None]:
+    """Within, exports build each program once, in a folder; programs are named by what is in them."""
+    build = BUILDERS[backend]
+
+    def build_missing(programs, progress):
+        missing = {built / path.name: program for path, program in programs.items()}
+        build({path: program for path, program in missing.items() if not path.exists()}, progress)
+        for path in programs:
+            shutil.copy(built / path.name, path)
+
+    BUILDERS[backend] = build_missing
+    try:
+        yield
+    finally:
+        BUILDERS[backend] = build
+
+
+def compare_tokens(name: str, backend: Backend, context: int, tokens: int) -> None:
+    """fp32 tokens of the exported pair and of the pair, sparse and dense, which have the same programs."""
     prompts = prompts_for(name, 1, context)
-    equal, parts = True, []
-    for verify in ("sparse", "dense"):
-        pair = make(name, torch.float32, [], verify=verify, draft_attention=verify)
-        with tempfile.TemporaryDirectory() as folder:
-            exported = load_exported(
-                pair.export(Path(folder) / "pair", backend=backend, batch=1, max_length=context + tokens)
-            )
-            expected = pair.generate(prompts, max_new_tokens=tokens, eos_token_id=[]).sequences
+    row = f"export_tokens_equal/{name}/{backend}"
+    prompt = f"fp32, {context} prompt tokens, greedy; equal from the start: "
+    equal = {}
+    with tempfile.TemporaryDirectory() as folder, build_once(backend, Path(folder)):
+        for verify in ("sparse", "dense"):
+            pair = make(name, torch.float32, [], verify=verify, draft_attention=verify)
+            directory = Path(folder) / verify
+            export_pair(pair, directory, backend=backend, batch=1, max_length=context + tokens, progress=tell)
+            exported = load_exported(directory)
+            tell(f"{verify}: loaded")
             found = exported.generate(prompts, max_new_tokens=tokens, eos_token_id=[]).sequences
-        same = int((expected == found)[0, context:].long().cumprod(0).sum())
-        parts.append(f"{verify} {same} of {tokens}")
-        equal = equal and same == tokens
-        tell(f"{name} {backend} fp32 {verify}: the first {same} of {tokens} tokens are equal")
-    conditions = f"fp32, {context} prompt tokens, greedy; equal from the start: {', '.join(parts)}"
-    append_rows(OUTPUT, [make_row(f"export_tokens_equal/{name}/{backend}", equal, "1 or 0", CUDA, conditions)])
+            tell(f"{verify}: the exported pair has generated")
+            expected = pair.generate(prompts, max_new_tokens=tokens, eos_token_id=[]).sequences
+            equal[verify] = int((expected == found)[0, context:].long().cumprod(0).sum())
+            record(f"{row}/{verify}", equal[verify] == tokens, "1 or 0", f"{prompt}{equal[verify]} of {tokens}")
+            del pair, exported
+            torch.cuda.empty_cache()
+    parts = ", ".join(f"{verify} {same} of {tokens}" for verify, same in equal.items())
+    record(row, all(same == tokens for same in equal.values()), "1 or 0", prompt + parts)
 
 
 @torch.no_grad()
@@ -98,56 +133,50 @@ def logits_errors(name: str, pair: CompiledPair, exported: ExportedPair, tokens:
     return {key: float((found - exact_logits).norm() / exact_logits.norm()) for key, found in logits.items()}
 
 
-def compare_steps(name: str, backend: str, batch: int, context: int, layers: list[int]) -> None:
+def compare_steps(name: str, backend: Backend, batch: int, context: int, layers: list[int]) -> None:
     """bf16 step times, both captured as one CUDA graph, in turn in one process; and what the export costs."""
     pair = make(name, torch.bfloat16, layers)
     prompts = prompts_for(name, batch, context)
     depth = f", {layers[0]} and {layers[1]} layers, random weights" if name != SMOLLM2 else ""
     label = f"{name}/{backend}" if batch == 1 else f"{name}/{backend}/{batch}"
     with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "pair"
         began = now(CUDA)
-        directory = pair.export(Path(folder) / "pair", backend=backend, batch=batch, max_length=context + 64)
+        export_pair(pair, directory, backend=backend, batch=batch, max_length=context + 64, progress=tell)
         export_seconds = now(CUDA) - began
         sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
         programs = [size for file, size in sizes.items() if file.endswith((".pt2", ".engine"))]
+        conditions = f"bf16, batch {batch}, {len(programs)} programs{depth}"
+        record(f"export_s/{label}", export_seconds, "s", f"{conditions}; {len(os.sched_getaffinity(0))} cores")
+        record(f"export_size_mb/{label}", sum(sizes.values()) / 1e6, "MB", conditions)
+        record(f"export_programs_mb/{label}", sum(programs) / 1e6, "MB", conditions)
         began = now(CUDA)
         exported = load_exported(directory)
-        load_seconds = now(CUDA) - began
-    tell(
-        f"{label}: export {export_seconds:.1f} s, load {load_seconds:.2f} s, {len(programs)} programs, "
-        f"{sum(programs) / 1e6:.1f} MB"
-    )
-    rows = []
-    for key, value, unit in (
-        ("export_s", export_seconds, "s"),
-        ("export_load_s", load_seconds, "s"),
-        ("export_size_mb", sum(sizes.values()) / 1e6, "MB"),
-        ("export_programs_mb", sum(programs) / 1e6, "MB"),
-    ):
-        conditions = f"bf16, batch {batch}, {len(programs)} programs{depth}"
-        rows.append(make_row(f"{key}/{label}", value, unit, CUDA, conditions))
-    append_rows(OUTPUT, rows)
+        record(f"export_load_s/{label}", now(CUDA) - began, "s", conditions)
     times: dict[str, list[float]] = {"exported": [], "compiled": []}
-    for _ in range(ROUNDS):
-        times["exported"].append(step_us(exported, prompts))
-        times["compiled"].append(step_us(pair, prompts))
-    medians = {key: sorted(values)[len(values) // 2] for key, values in times.items()}
-    ratio = medians["exported"] / medians["compiled"]
-    tell(f"{label}: exported {medians['exported']:.0f} us, compiled {medians['compiled']:.0f} us, {ratio:.3f}")
-    conditions = (
-        f"bf16, {context} positions, batch {batch}, gamma {pair.config.gamma}, budget {pair.config.budget}, "
-        f"sparse{depth}; one CUDA graph replay, median of {ROUNDS} medians, both in turn in one process"
-    )
-    fields = {"step_us": {key: round(value, 1) for key, value in medians.items()}}
-    append_rows(OUTPUT, [make_row(f"export_step_ratio/{label}", ratio, "ratio", CUDA, conditions, **fields)])
+    try:
+        for _ in range(ROUNDS):
+            for key, each in (("exported", exported), ("compiled", pair)):
+                times[key].append(step_us(each, prompts))
+                tell(f"{label}: a step of the {key} pair, {times[key][-1]:.0f} us")
+    finally:
+        if times["compiled"]:  # out of time, fewer rounds count
+            medians = {key: statistics.median(values) for key, values in times.items()}
+            conditions = (
+                f"bf16, {context} positions, batch {batch}, gamma {pair.config.gamma}, budget {pair.config.budget}, "
+                f"sparse{depth}; one CUDA graph replay, median of {len(times['compiled'])} medians, both in turn in "
+                "one process"
+            )
+            fields = {"step_us": {key: round(value, 1) for key, value in medians.items()}}
+            record(
+                f"export_step_ratio/{label}", medians["exported"] / medians["compiled"], "ratio", conditions, **fields
+            )
     if name == SMOLLM2:
         errors = logits_errors(name, pair, exported, prompts[:, :256])
-        tell(
-            f"{label}: relative error of logits {errors['exported']:.4f}, of the compiled pair {errors['compiled']:.4f}"
+        conditions = (
+            f"bf16, logits of 5 positions behind 251, relative to fp32; the compiled pair's: {errors['compiled']:.4g}"
         )
-        conditions = "bf16, logits of 5 positions behind 251, relative to fp32"
-        row = make_row(f"export_logits_error/{label}", errors["exported"], "ratio", CUDA, conditions, errors=errors)
-        append_rows(OUTPUT, [row])
+        record(f"export_logits_error/{label}", errors["exported"], "ratio", conditions, errors=errors)
 
 
 def stop(*_) -> None:
@@ -172,13 +201,15 @@ def main() -> None:
             if name == SMOLLM2:
                 parts["tokens"] = lambda: compare_tokens(name, backend, options.context, 64)  # noqa: B023
             for part in [part for part in options.parts if part in parts]:
+                tell(f"{name} {backend}: {part}")
                 signal.alarm(options.part_seconds)
                 try:
                     parts[part]()
                 except Exception:
                     failures += 1
                     traceback.print_exc()
-                signal.alarm(0)
+                finally:
+                    signal.alarm(0)
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()
     raise SystemExit(failures > 0)

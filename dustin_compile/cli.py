@@ -29,14 +29,13 @@ from dustin_compile.benchmark.pairs import PAIRS, SMOLLM2, make_pair
 from dustin_compile.benchmark.report import draw_plots, make_table
 from dustin_compile.benchmark.results import RESULTS, append_rows, read_rows
 from dustin_compile.benchmark.text import TextRun
-from dustin_compile.compatibility import check_pair
 from dustin_compile.config import AttentionMode, DustinConfig
 from dustin_compile.demo import COMPARE_STAGES, Comparison, compare, decode_rate
-from dustin_compile.export import Backend
+from dustin_compile.export import Backend, BuildError, export_pair
 from dustin_compile.generation import Pair
 from dustin_compile.layer_skip import layer_skip as skip_layers
 from dustin_compile.loading import LoadedPair, choose_place, load_pair
-from dustin_compile.pair import compile_pair
+from dustin_compile.pair import compile_pair, resolve_pair
 from dustin_compile.profile import Profile
 from dustin_compile.profiling.pipeline import profile_pair
 from dustin_compile.quality.report import draw_plots as draw_quality
@@ -225,14 +224,19 @@ def export_command(
     gamma: GammaOption = 4,
     verify: Annotated[AttentionMode, typer.Option(help="sparse: approximate; dense: lossless.")] = "sparse",
     refresh_every: Annotated[int, typer.Option(help="Verify densely every so many sparse steps; 0: never.")] = 0,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Prompt tokens that go through a model at once; 64 makes the fewest programs.")
+    ] = 2048,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Write a pair for deployment, to be run by generate --exported or load_exported on hardware like this."""
     started = time.perf_counter()
-    with _messages(), _progress(2) as stage:
-        config = DustinConfig(gamma=gamma, budget=budget, verify=verify, refresh_every=refresh_every)
+    with _messages(), _progress(None) as stage:
+        config = DustinConfig(
+            gamma=gamma, budget=budget, verify=verify, refresh_every=refresh_every, prefill_chunk=prefill_chunk
+        )
         stage("loading")
         pair = _load(target, draft, device, dtype)
         compiled = compile_pair(
@@ -243,8 +247,7 @@ def export_command(
             tokenizer=pair.tokenizer,
             assistant_tokenizer=pair.assistant_tokenizer,
         )
-        stage("exporting")
-        compiled.export(out, backend=backend, batch=batch, max_length=max_length)
+        export_pair(compiled, out, backend=backend, batch=batch, max_length=max_length, progress=stage)
     size, seconds = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter() - started
     Console(stderr=True).print(Text(f"wrote {out}: {size / 1e6:,.1f} MB in {seconds:.1f} s"), soft_wrap=True)
     if as_json:
@@ -265,6 +268,9 @@ def profile_command(
     gamma: GammaOption = 4,
     budget_seconds: Annotated[float | None, typer.Option(help="Begin nothing new after so many seconds.")] = None,
     seed: Annotated[int, typer.Option(help="Of the search for the split.")] = 0,
+    layer_skip: Annotated[
+        bool, typer.Option("--layer-skip", help=f"Profile {smol.MODEL} with 24 of its own layers for a draft.")
+    ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
@@ -276,14 +282,14 @@ def profile_command(
     with _messages():
         if (target is None) != (draft is None):
             raise ValueError("--target and --draft go together")
+        if layer_skip and target is not None:
+            raise ValueError(f"--layer-skip is of {smol.MODEL}, without --target and --draft")
         config = DustinConfig(gamma=gamma, budget=budget)
-        if target is None or draft is None:
-            pair = _load(smol.target_directory(), smol.draft_directory(), device, dtype)
-        else:
-            pair = _load(target, draft, device, dtype)
+        pair = _load(target or smol.target_directory(), draft or smol.draft_directory(), device, dtype)
+        draft_name = SKIPPING if layer_skip else draft or smol.DRAFT
         profile = profile_pair(
             pair.target,
-            pair.draft,
+            skip_layers(pair.target, KEPT_LAYERS) if layer_skip else pair.draft,
             config=config,
             texts=[file.read() for file in text_file] if text_file else None,
             tokenizer=pair.tokenizer,
@@ -297,7 +303,7 @@ def profile_command(
             profile.save(out)
     record = profile.record
     console = Console(stderr=as_json)
-    table = Table("", "heads (layer, head)", title=f"{target or smol.MODEL} with {draft or smol.DRAFT}")
+    table = Table("", "heads (layer, head)", title=f"{target or smol.MODEL} with {draft_name}")
     table.add_row("target", ", ".join(map(str, profile.target_heads)))
     table.add_row("draft", ", ".join(map(str, profile.draft_heads)))
     console.print(table)
@@ -317,7 +323,7 @@ def profile_command(
     if as_json:
         _print_json(
             model=target or smol.MODEL,
-            draft=draft or smol.DRAFT,
+            draft=draft_name,
             path=str(profile.path),
             target_heads=profile.target_heads,
             draft_heads=profile.draft_heads,
@@ -339,15 +345,20 @@ def bench(
     contexts: Annotated[str, typer.Option(help="Positions in the cache, in the order of measuring.")] = (
         "32768,4096,8192,16384,65536,131072"
     ),
-    batches: Annotated[str, typer.Option(help="Rows. Each number compiles anew.")] = "16,4,1",
-    engines: Annotated[str, typer.Option(help="What to measure.")] = ",".join(ENGINES),
+    batches: Annotated[str, typer.Option(help="Rows. Each number compiles anew.")] = "1,4,8,16,32",
+    engines: Annotated[
+        str, typer.Option(help="What to measure, in this order; transformers after all points, unless it is first.")
+    ] = ",".join(ENGINES),
     acceptance: Annotated[float, typer.Option(help="Chance of each draft token, drawn: for random weights.")] = 0.75,
     gamma: GammaOption = 4,
-    gammas: Annotated[str, typer.Option(help="Among which each point's best is chosen.")] = "1,2,3,4,6,8",
+    gammas: Annotated[str, typer.Option(help="Among which each point's best is chosen, with dustin+.")] = "1,2,3,4,6,8",
     budget: BudgetOption = 512,
     profile: Annotated[Path | None, typer.Option(help="File of the pair's profile; default: unprofiled.")] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help=f"Tokens to add, for {SMOLLM2}.")] = 128,
-    minutes: Annotated[float, typer.Option(help="No measurement begins later than this.")] = 5.0,
+    minutes: Annotated[
+        float,
+        typer.Option(help="No measurement begins later than this, and what is left out is printed. All takes longer."),
+    ] = 5.0,
     output: Annotated[Path, typer.Option(help="Rows are appended to it as they come.")] = RESULTS / "step.jsonl",
     plots: Annotated[Path | None, typer.Option(help="Directory for plots of all that the output file holds.")] = None,
     device: DeviceOption = "auto",
@@ -396,8 +407,11 @@ def quality(
     budgets: Annotated[str, typer.Option(help="Positions in the sets.")] = "512,256,128",
     prompts: Annotated[int, typer.Option(help="Of each kind and context.")] = 24,
     gamma: GammaOption = 4,
-    profile: Annotated[Path | None, typer.Option(help="File of the pair's profile; default: unprofiled.")] = None,
-    layer_skip_profile: Annotated[Path | None, typer.Option(help="The same, of the layer-skip draft.")] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of a profile of the pair, for its own budget; may be repeated. Default: cached ones."),
+    ] = None,
+    layer_skip_profile: Annotated[list[Path] | None, typer.Option(help="The same, of the layer-skip draft.")] = None,
     layer_skip: Annotated[
         bool, typer.Option("--layer-skip", help=f"Also measure {smol.MODEL} with 24 of its own layers for a draft.")
     ] = False,
@@ -419,15 +433,17 @@ def quality(
             raise ValueError("--target and --draft go together")
         if layer_skip and target is not None:
             raise ValueError(f"--layer-skip is of {smol.MODEL}, without --target and --draft")
+        if layer_skip_profile and not layer_skip:
+            raise ValueError(f"--layer-skip-profile {layer_skip_profile[0]} needs --layer-skip")
+        label = draft or smol.DRAFT
+        profiles = {label: [Profile.load(path) for path in profile or ()],
+                    SKIPPING: [Profile.load(path) for path in layer_skip_profile or ()]}  # fmt: skip
         names = target or smol.target_directory(), draft or smol.draft_directory()
         pair = _load(*names, device, "float32" if dtype == "auto" else dtype)
-        check_pair(pair.target, pair.draft)
-        label = smol.DRAFT if draft is None else draft
-        drafts, profiles = {label: pair.draft}, {} if profile is None else {label: Profile.load(profile)}
+        resolve_pair(pair.target, pair.draft, pair.tokenizer, pair.assistant_tokenizer)  # which refuses what differs
+        drafts = {label: pair.draft}
         if layer_skip:
             drafts[SKIPPING] = skip_layers(pair.target, KEPT_LAYERS)
-            if layer_skip_profile is not None:
-                profiles[SKIPPING] = Profile.load(layer_skip_profile)
         run = QualityRun(
             pair.target,
             drafts,
@@ -446,6 +462,9 @@ def quality(
         for row in run:
             append_rows(out, [row])
             rows.append(row)
+        if not rows:
+            why = f"left out: {', '.join(run.left_out)}" if run.left_out else f"parts={parts!r} needs --layer-skip"
+            raise ValueError(f"nothing was measured; {why}")
         for name in dict.fromkeys(row["draft"] for row in rows):
             for metric in ("kl", "arr", "needle"):
                 if any((row["metric"], row["draft"]) == (metric, name) for row in rows):
@@ -484,14 +503,14 @@ def _messages() -> Iterator[None]:
         warnings.showwarning = lambda message, *_: console.print(Text(f"Warning: {message}", style="yellow"))
         try:
             yield
-        except (ValueError, OSError, ImportError) as error:
+        except (ValueError, OSError, ImportError, BuildError) as error:
             console.print(Text(f"Error: {error}", style="red"))
             raise typer.Exit(1) from error
 
 
 @contextmanager
-def _progress(stages: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; call what this gives with each stage's name as it begins."""
+def _progress(stages: int | None) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, None for unknown stages; call what this gives with each stage's name as it begins."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

@@ -51,6 +51,10 @@ SUFFIXES: dict[Backend, str] = {"aot-inductor": ".pt2", "tensorrt": ".engine"}
 ATTENTION_NAME = "dustin_compile_export"
 
 
+class BuildError(RuntimeError):
+    """A backend did not compile a program; the message has what it said."""
+
+
 @dataclasses.dataclass
 class Cut:
     """Stands for attention while a layer is traced: takes its inputs, and gives what was computed elsewhere."""
@@ -125,15 +129,13 @@ def export_pair(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         writer = Writer(unfinished, SUFFIXES[backend], batches, progress)
-        gamma, chunks = pair.config.gamma, _chunk_sizes(pair.config, max_length)
-        lookback = (pair.config.refresh_every - 1) * (gamma + 1) if pair.config.refresh_every else 0
+        steps, chunks = _step_sizes(pair.config), _chunk_sizes(pair.config, max_length)
         with torch.no_grad(), plain_products() if backend == "tensorrt" else nullcontext():
             models = {
                 "target": writer.write_model(
-                    "target", target, {gamma + 1, lookback + gamma + 1, *chunks}, {1, gamma + 1}, max_length
+                    "target", target, steps["target"], chunks, {1, pair.config.gamma + 1}, max_length
                 ),
-                # Its first pass of a step feeds two tokens, the others one.
-                "draft": writer.write_model("draft", draft, {2, *range(1, min(gamma, 2)), *chunks}, {1}, max_length),
+                "draft": writer.write_model("draft", draft, steps["draft"], chunks, {1}, max_length),
             }
         BUILDERS[backend](writer.programs, progress)
         progress("writing weights")
@@ -185,15 +187,20 @@ def _check_buckets(pair: CompiledPair, batch: int | Sequence[int], max_length: i
     return sorted(set(batches))
 
 
+def _step_sizes(config: DustinConfig) -> dict[str, set[int]]:
+    """Tokens of a row in each model's passes of a step."""
+    block = config.gamma + 1
+    return {
+        "target": {block, max(config.refresh_every, 1) * block},  # a refresh takes those since the last one along
+        "draft": {2} if config.gamma == 1 else {1, 2},  # the first pass feeds two tokens, the others one
+    }
+
+
 def _chunk_sizes(config: DustinConfig, max_length: int) -> set[int]:
-    """Sizes of which every prompt chunk is a sum: the whole chunk, and 64, 512, 4096, .. below it."""
+    """Sizes of which every prompt chunk is a sum: the whole chunk, and 64 and 512 tokens where it is longer."""
     whole = config.prefill_chunk - config.prefill_chunk % PREFILL_MULTIPLE
     whole = min(whole, -(-max_length // PREFILL_MULTIPLE) * PREFILL_MULTIPLE)
-    sizes, size = {whole}, PREFILL_MULTIPLE
-    while size < whole:
-        sizes.add(size)
-        size *= 8
-    return sizes
+    return {size for size in (PREFILL_MULTIPLE, 8 * PREFILL_MULTIPLE) if size < whole} | {whole}
 
 
 class Writer:
@@ -211,14 +218,15 @@ class Writer:
         self.names: dict[tuple, str] = {}  # of tensors, by storage
 
     def write_model(
-        self, role: str, model: CausalModel, passes: set[int], heads: set[int], max_length: int
+        self, role: str, model: CausalModel, steps: set[int], chunks: set[int], heads: set[int], max_length: int
     ) -> dict[str, Any]:
         """Write a model's programs and tensors.
 
         Args:
             role: prefix of its tensors' names.
-            passes: tokens of a prompt, for each of which a pass is exported.
-            heads: tokens of a prompt for which logits are.
+            steps: tokens of a row in the passes of a step.
+            chunks: tokens of a row in the passes of a prompt.
+            heads: tokens of a row for which there are logits.
 
         Returns:
             its entry of the manifest.
@@ -261,9 +269,9 @@ class Writer:
 
         joints = [nn.ModuleList(pair) for pair in pairwise(layers)]
         modules: dict[str, tuple[Sequence[nn.Module], Callable[..., tuple[Tensor, ...]], list[int]]] = {
-            "front": ([layers[0]], front, rows_of(passes)),
-            "join": (joints, join, rows_of(passes)),
-            "back": ([layers[-1]], back, rows_of(passes)),
+            "front": ([layers[0]], front, rows_of(steps | chunks)),
+            "join": (joints, join, rows_of(steps | chunks)),
+            "back": ([layers[-1]], back, rows_of(steps | chunks)),
             "head": ([nn.ModuleDict({"norm": model.norm, "lm_head": model.lm_head})], project, rows_of(heads)),
         }
         prefixes = {"front": f"{role}.0.", "back": f"{role}.{len(layers) - 1}.", "head": f"{role}."}
@@ -298,6 +306,8 @@ class Writer:
             "cos": self._store(f"{role}.cos", cos[0]),
             "sin": self._store(f"{role}.sin", sin[0]),
             "weights": weights,
+            "steps": sorted(steps),
+            "chunks": sorted(chunks),
             "programs": programs,
         }
 
@@ -415,7 +425,10 @@ Programs = Mapping[Path, tuple[ExportedProgram, tuple[Tensor, ...]]]
 
 
 def _build_packages(programs: Programs, progress: Callable[[str], None]) -> None:
-    build_packages({path: program for path, (program, _) in programs.items()}, progress)
+    try:
+        build_packages({path: program for path, (program, _) in programs.items()}, progress)
+    except RuntimeError as error:
+        raise BuildError(str(error)) from error
 
 
 def _build_engines(programs: Programs, progress: Callable[[str], None]) -> None:
@@ -425,14 +438,17 @@ def _build_engines(programs: Programs, progress: Callable[[str], None]) -> None:
         raise ImportError(INSTALL_TENSORRT) from None
     for count, (path, (program, inputs)) in enumerate(programs.items(), 1):
         progress(f"building engine {count} of {len(programs)}")
-        engine = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
-            program,
-            arg_inputs=inputs,
-            device=inputs[0].device,
-            use_explicit_typing=True,  # the program's own dtypes
-            disable_tf32=True,
-            immutable_weights=True,
-        )
+        try:
+            engine = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
+                program,
+                arg_inputs=inputs,
+                device=inputs[0].device,
+                use_explicit_typing=True,  # the program's own dtypes
+                disable_tf32=True,
+                immutable_weights=True,
+            )
+        except (RuntimeError, AssertionError) as error:  # it asserts that TensorRT gave an engine
+            raise BuildError(f"TensorRT built no engine, its log says why: {error}") from error
         path.write_bytes(bytes(engine))
 
 

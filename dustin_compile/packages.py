@@ -7,16 +7,24 @@ as a module of the package where programs call our ops.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 
-OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # it only launches kernels, and takes long to compile
+OPTIONS: dict[str, object] = {
+    "aot_inductor.compile_wrapper_opt_level": "O0",  # it only launches kernels, and takes long to compile
+}
+if sys.platform == "linux":
+    # By name: some toolchains link the static one otherwise (seen with GCC 13 and CUDA 13), and torch, which has the
+    # shared one, crashes when it loads the package.
+    OPTIONS["aot_inductor.custom_op_libs"] = [":libstdc++.so.6"]
 
 
 def build_packages(programs: Mapping[Path, ExportedProgram], progress: Callable[[str], None]) -> None:
@@ -25,16 +33,19 @@ def build_packages(programs: Mapping[Path, ExportedProgram], progress: Callable[
     Raises:
         RuntimeError: a compilation failed; the end of what it printed is in the message.
     """
-    count = min(len(programs), len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    count = min(len(programs), cores)
     progress(f"compiling {len(programs)} programs in {count} processes")
     # Or each process would start a pool of its own.
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-
-    targets = (node.target for program in programs.values() for node in program.graph.nodes)
-    ours = any(getattr(target, "namespace", "") == "dustin_compile" for target in targets)
+    nodes = [node for program in programs.values() for node in program.graph.nodes]
+    if all(node.meta["val"].is_cuda for node in nodes if node.op == "placeholder"):
+        # Each process would try out the CPU's vector instructions, one process after another: a minute and more.
+        environment["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+    ours = any(getattr(node.target, "namespace", "") == "dustin_compile" for node in nodes)
     module = ["-m", "dustin_compile.packages"] if ours else ["-P", __file__]
     shares: list[list[str]] = [[] for _ in range(count)]
-    running = []
+    running: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, (package, program) in enumerate(programs.items()):
@@ -45,14 +56,32 @@ def build_packages(programs: Mapping[Path, ExportedProgram], progress: Callable[
             for number, share in enumerate(shares):
                 with (folder / f"{number}.log").open("w") as log:
                     command = [sys.executable, *module, *share]
-                    running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-            for number, process in enumerate(running):
-                if process.wait():
-                    raise RuntimeError(f"AOTInductor failed: {(folder / f'{number}.log').read_text()[-4000:]}")
+                    running.append(
+                        subprocess.Popen(
+                            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                        )
+                    )
+            _wait(running, folder, list(programs), progress)
         finally:
             for process in running:
-                process.kill()
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
                 process.wait()
+
+
+def _wait(running: list[subprocess.Popen], folder: Path, packages: list[Path], progress: Callable[[str], None]) -> None:
+    """Wait for all processes, or for the first that fails."""
+    begin, built, ended = time.monotonic(), 0, False
+    while not ended:
+        time.sleep(0.1)
+        ended = None not in [process.poll() for process in running]
+        for number, process in enumerate(running):
+            if process.returncode:
+                log = (folder / f"{number}.log").read_text()
+                raise RuntimeError(f"AOTInductor failed with exit status {process.returncode}: {log[-4000:]}")
+        if (found := sum(package.exists() for package in packages)) > built:
+            built = found
+            progress(f"compiled {built} of {len(packages)} programs in {time.monotonic() - begin:.0f} s")
 
 
 def _compile(path: str, package: str) -> None:

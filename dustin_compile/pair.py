@@ -53,7 +53,15 @@ class CompiledPair(Pair):
             )
         return 1 << (len(request.lengths) - 1).bit_length()
 
-    def export(self, directory: str | Path, *, backend: Backend, batch: int | Sequence[int], max_length: int) -> Path:
+    def export(
+        self,
+        directory: str | Path,
+        *,
+        backend: Backend,
+        batch: int | Sequence[int],
+        max_length: int,
+        verbose: bool = False,
+    ) -> Path:
         """Write the pair for deployment: a directory that `load_exported` runs on hardware like this one.
 
         Args:
@@ -61,6 +69,7 @@ class CompiledPair(Pair):
             backend: "tensorrt" builds TensorRT engines, "aot-inductor" AOTInductor packages, which need torch alone.
             batch: buckets: rows of a request, or several such numbers. A request takes the smallest that holds it.
             max_length: tokens that a row may have, prompt included.
+            verbose: print what is being traced and built: an export takes minutes.
 
         Returns:
             the directory.
@@ -68,13 +77,17 @@ class CompiledPair(Pair):
         Raises:
             FileExistsError: the directory is not empty.
             ImportError: TensorRT is not here; the message says what to install.
+            RuntimeError: a program could not be compiled; the message has what the compiler said.
             ValueError: an argument is out of range, or TensorRT is asked for without a GPU.
         """
-        return export_pair(self, directory, backend=backend, batch=batch, max_length=max_length)
+        progress = print if verbose else lambda message: None
+        return export_pair(self, directory, backend=backend, batch=batch, max_length=max_length, progress=progress)
 
-    def export_tensorrt(self, directory: str | Path, *, batch: int | Sequence[int], max_length: int) -> Path:
+    def export_tensorrt(
+        self, directory: str | Path, *, batch: int | Sequence[int], max_length: int, verbose: bool = False
+    ) -> Path:
         """`export` with backend="tensorrt"."""
-        return self.export(directory, backend="tensorrt", batch=batch, max_length=max_length)
+        return self.export(directory, backend="tensorrt", batch=batch, max_length=max_length, verbose=verbose)
 
 
 def compile_pair(

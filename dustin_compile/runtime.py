@@ -8,6 +8,7 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dustin_compile.ops.sparse_attention import sparse_attention
 from dustin_compile.profile import Profile, checksum
 
 FORMAT = "dustin_compile.export"
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 PROFILE = "profile.json"
@@ -71,17 +72,33 @@ def find_tensorrt() -> tuple[str, Any]:
 
 
 def describe_platform(backend: str, device: torch.device) -> dict[str, str]:
-    """What programs are tied to: architecture and versions."""
+    """What programs are tied to: processors, and versions, ours for the ops that they call."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         architecture = f"sm_{major}{minor}"
     else:
         architecture = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    found = {"device": device.type, "architecture": architecture, "torch": torch.__version__}
+    found = {
+        "device": device.type,
+        "architecture": architecture,
+        "torch": torch.__version__,
+        "dustin_compile": version("dustin_compile"),
+    }
     if backend == "tensorrt":
         name, module = find_tensorrt()
         found[name] = module.__version__
+    else:
+        found["cpu"] = _cpu_name()  # a package's host code is compiled for this very one, also on a GPU
     return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def hash_file(path: Path) -> str:
@@ -90,11 +107,16 @@ def hash_file(path: Path) -> str:
 
 
 def load_package(path: Path, device: torch.device) -> Program:
-    """An AOTInductor package."""
+    """An AOTInductor package.
+
+    `torch._inductor.aoti_load_package` would first try out this CPU's vector instructions, for a minute, to compare
+    them with those of the CPU that compiled; the manifest has told already.
+    """
+    index = (device.index or 0) if device.type == "cuda" else -1
     # Its own bookkeeping of runs in flight queries events, which a graph under capture does not allow.
-    return torch._inductor.aoti_load_package(
-        str(path), run_single_threaded=True, device_index=(device.index or 0) if device.type == "cuda" else -1
-    )
+    run_single_threaded, runners = True, 1
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", run_single_threaded, runners, index)
+    return lambda *inputs: loader.run(list(inputs))
 
 
 class Engine:
@@ -184,6 +206,7 @@ class ExportedModel(CausalModel):
         self.heads = RetrievalHeads(heads, self.config, self.device)
         self.compile = compile
         self.regions: dict[tuple, Callable] = {}
+        self.steps, self.chunks = entry["steps"], entry["chunks"]
         self.weights = {
             part: [[tensors[name] for name in names] for names in each] for part, each in entry["weights"].items()
         }
@@ -195,18 +218,17 @@ class ExportedModel(CausalModel):
     def forward(
         self, tokens: Tensor, start: Tensor, cache: KVCache, verification_set: VerificationSet | None
     ) -> tuple[Tensor, Tensor]:
-        """See CausalModel.forward. A chunk without a program of its size runs as several shorter ones."""
-        batch, count = tokens.shape
-        sizes = sorted((rows // batch for rows in self.programs["front"] if rows % batch == 0), reverse=True)
+        """See CausalModel.forward. A chunk without programs of its size runs as several shorter ones."""
+        count = tokens.shape[1]
+        if count in self.steps or count in self.chunks:
+            return self._run(tokens, start, cache, verification_set)
         hidden, queries, begin = [], [], 0
         while begin < count:
-            size = next(size for size in sizes if size <= count - begin)
+            size = max(size for size in self.chunks if size <= count - begin)
             piece = self._run(tokens[:, begin : begin + size], start + begin, cache, verification_set)
             hidden.append(piece[0])
             queries.append(piece[1])
             begin += size
-        if len(hidden) == 1:
-            return hidden[0], queries[0]
         return torch.cat(hidden, dim=1), torch.cat(queries, dim=1)
 
     def _run(
@@ -277,7 +299,9 @@ class ExportedPair(Pair):
         self, directory: Path, manifest: dict[str, Any], config: DustinConfig, profile: Profile, device: torch.device
     ):
         self.directory, self.batches, self.tokenizer = directory, manifest["batches"], manifest["tokenizer"]
-        stored = {name: tensor.clone().to(device) for name, tensor in load_file(directory / WEIGHTS).items()}
+        stored = load_file(directory / WEIGHTS, device=str(device))
+        if device.type == "cpu":  # until here a map of the file, which may be deleted or written again
+            stored = {name: tensor.clone() for name, tensor in stored.items()}
         load = LOADERS[manifest["backend"]]
         entries, vocab_size = manifest["models"], manifest["vocab_size"]
         names = {file for entry in entries.values() for files in entry["programs"].values() for file in files.values()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import types
 
 import pytest
 import torch
+from rich.progress import Progress
 from tiny_models import greedy, tiny_pair
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 from dustin_compile import DustinConfig, Profile, compile_pair, profile_pair
 from dustin_compile.cli import app
+from dustin_compile.layer_skip import layer_skip
 from dustin_compile.profiling import pipeline, retrieval_heads, search
 from dustin_compile.profiling.fingerprint import fingerprint
 from dustin_compile.profiling.haystack import DEPTHS, NEEDLES, Trial, hide_needles, read_book
@@ -74,6 +77,17 @@ def test_needles_lie_at_their_depths_behind_a_sentence():
         before = tokenizer.decode(trial.prompt[: trial.answer[0]])
         before = before[: before.rindex(needle.split()[0])].split()
         assert before[-1] in {".", "!", "?", ".”", "!”", "?”", '."'}, before[-3:]
+
+
+@pytest.mark.parametrize("between", [" ", ". ", "-"])
+def test_needles_keep_their_depths_in_any_text(between):
+    """Words without sentences, sentences at the beginning only, and no words."""
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("x", "isolated")
+    text = between.join(["x"] * 40) + " ".join(["", *["x"] * 2000]) if between == ". " else between.join(["x"] * 2000)
+    trials = hide_needles(PreTrainedTokenizerFast(tokenizer_object=tokenizer), text, 1500)
+    for trial, depth in zip(trials, DEPTHS, strict=True):
+        assert abs(trial.answer[0] / len(trial.prompt) - depth) < 0.05
 
 
 class ScriptedReader:
@@ -310,6 +324,51 @@ def test_a_short_budget_does_less_and_says_so(small_work, pair, tokenizer, texts
     assert len(record["frontier"]) == 2  # the seeds, and with one head more
 
 
+def test_what_time_cut_short_is_not_kept(monkeypatch, small_work, pair, tokenizer):
+    """Nor are steps that were recorded for other groups taken for those of the present ones."""
+    trials = [Trial([0, 1, 2, 5, 6, 3, 4, 1], (3, 5), "w5 w6")] * 3
+    data = pipeline.Data({8: trials, 16: trials}, [list(range(40))])
+    reader = ScriptedReader(itertools.repeat(9), (3, 5))
+
+    def work(up_after: int) -> pipeline.Work:
+        """Whose time is up after so many trials."""
+        made = pipeline.Work(data, tuple(map(fingerprint, pair)), CONFIG, pair[0], 1.0, Progress())
+        asked = itertools.count()
+        made.may_begin = lambda phase: next(asked) < up_after
+        return made
+
+    cut = work(1)
+    assert cut.score_heads("target heads", reader, tokenizer).counts[3] == 2
+    assert not any(cut.directory.iterdir()) and cut.seconds["target heads"] > 0
+    assert work(100).score_heads("target heads", reader, tokenizer).counts[3] == 6
+    assert {path.name for path in cut.directory.iterdir()} == {f"target-heads-{n}.safetensors" for n in (8, 16)}
+
+    def record_ones(target, draft, groups, tokens, lengths, gamma):
+        steps = len(lengths)
+        scores = (torch.ones(steps, len(side.all), 40) for side in groups)
+        return Recording(torch.tensor(lengths, dtype=torch.int32), torch.ones(steps, 40), *scores)
+
+    monkeypatch.setattr(pipeline, "record", record_ones)
+    for heads in ([[(0, 1)]], [[(0, 1)], [(1, 2)]]):
+        groups = Groups.of(heads, query_heads=4, kv_heads=2)
+        assert work(100).record_steps((reader, reader), (groups, groups)).target.shape[1] == len(groups.all)
+
+
+def test_a_layer_skip_draft_is_profiled(monkeypatch, small_work, pair, tokenizer, texts):
+    skipping = layer_skip(pair[0], [1])
+    monkeypatch.setattr(search, "MAX_UNITS", 2)
+    profile = profile_pair(pair[0], skipping, texts=texts, tokenizer=tokenizer, budget_seconds=1e-6, **SETTINGS)
+    assert profile.draft.layers == 1 and {layer for layer, _ in profile.draft_heads} == {0}
+    with pytest.warns(UserWarning, match="using the cached"):
+        assert compile_pair(pair[0], layer_skip(pair[0], [1]), config=CONFIG).profile == profile
+
+
+def test_a_book_that_is_too_short_is_refused(monkeypatch, pair, tokenizer):
+    monkeypatch.setattr(pipeline, "read_book", lambda: "w1 " * 101)
+    with pytest.raises(ValueError, match=r"context=96 .* 101 tokens must hold 6 passages"):
+        profile_pair(*pair, tokenizer=tokenizer, **SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -320,6 +379,7 @@ def test_a_short_budget_does_less_and_says_so(small_work, pair, tokenizer, texts
         ({"tokenizer": None}, "tokenizer is needed"),
         ({"texts": []}, "texts is empty"),
         ({"texts": ["w1 " * 90, "w1 w2"]}, r"texts\[1\] has 2 tokens"),
+        ({"texts": [""]}, r"texts\[0\] has 0 tokens"),
         ({"texts": "w1 w2"}, "texts must be a sequence of strings"),
     ],
 )
@@ -357,8 +417,12 @@ def test_the_command(small_work, tmp_path, pair, tokenizer, texts):
     profile = Profile.load(tmp_path / "profile.json")
     assert found["draft_share"] == profile.draft_share and profile.budget == 80
     assert profile == Profile.load(found["path"])
-    result = CliRunner().invoke(app, ["profile", "--target", "somewhere"])
-    assert result.exit_code == 1 and "--target and --draft go together" in result.stderr
+    for wrong, message in (
+        (["--target", "somewhere"], "--target and --draft go together"),
+        ([*options, "--layer-skip"], "--layer-skip is of SmolLM2"),
+    ):
+        result = CliRunner().invoke(app, ["profile", *wrong])
+        assert result.exit_code == 1 and message in result.stderr
 
 
 def test_scores_of_no_answer_are_those_of_the_answers_fed():

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import greedy, random_prompts, tiny_pair
+from tiny_models import greedy, random_prompts, tiny_model, tiny_pair
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from dustin_compile import DustinConfig, compile_pair
 from dustin_compile.adapter import RetrievalHeads
 from dustin_compile.benchmark import results
+from dustin_compile.cli import app
 from dustin_compile.graphs.verify import NEIGHBOURS, smooth
 from dustin_compile.ops.score_heads import score_heads
 from dustin_compile.ops.select_tiered import select_tiered
-from dustin_compile.profile import Profile
+from dustin_compile.profile import Profile, cached_path
+from dustin_compile.profiling import haystack
+from dustin_compile.profiling.fingerprint import fingerprint
 from dustin_compile.quality import run
 from dustin_compile.quality.bootstrap import interval
 from dustin_compile.quality.engine import Engine, products
 from dustin_compile.quality.evaluate import ask, compare_on_text, generate, look, propose, read_prompts, room_for
+from dustin_compile.quality.prompts import NEEDLES, take_trials
 from dustin_compile.quality.report import SETTINGS as SENSITIVITIES
 from dustin_compile.quality.report import draw_plots, make_markdown, make_sensitivity_markdown
 from dustin_compile.quality.selectors import PAGE, SELECTORS, Settings, Step, observe_prompt, page_bounds
@@ -54,7 +61,7 @@ def step(engines, texts):
         draft.prefill(texts, draft_cache)
         rows = torch.arange(2)
         last = ask(target, texts[rows, lengths - 1][:, None], lengths - 1, cache)
-        block, queries = propose(draft, texts[rows, lengths], lengths, draft_cache, GAMMA)
+        block, queries = propose(draft, texts[rows, lengths][:, None], lengths, draft_cache, GAMMA)
         observed = observe_prompt(target, texts, prompt, cache)
         mass = look(target, block, lengths, cache)[2]
     return Step(target, draft, lengths, cache, draft_cache, last, queries, observed, prompt, mass)
@@ -195,19 +202,137 @@ def test_generation(engines):
         generate(read, 400, GAMMA, "hybrid", SETTINGS)
 
 
-def test_every_part_gives_its_rows(monkeypatch):
+def test_the_draft_is_that_of_a_compiled_pair():
+    """Its sparse attention included, which decides how many tokens are accepted."""
+    pair = tiny_pair()
+    setting = dataclasses.replace(SETTINGS, budget=96)
+    heads = {"target_heads": setting.target_heads, "draft_heads": setting.draft_heads, "draft_share": 16}
+    config = DustinConfig(budget=96, sinks=2, window=8, verify="dense", compile=False)
+    out = compile_pair(*pair, config=config, profile=Profile(**heads)).generate(
+        random_prompts([120])[0], max_new_tokens=41, eos_token_id=[]
+    )
+    engines = [Engine(model, 96) for model in pair]
+    read = read_prompts(*engines, out.sequences[:, :121], torch.tensor([121]), room_for(40, GAMMA))
+    found = generate(read, 40, GAMMA, "full", setting, measure=True)
+    assert torch.equal(found.tokens, out.sequences[:, 121:])
+    assert len(found.places) == out.stats.steps
+    accepted = found.places.flatten().diff() - 1
+    rates = [(accepted > place).float().mean().item() for place in range(GAMMA)]
+    assert rates == pytest.approx(out.stats.acceptance_by_position, abs=GAMMA / out.stats.steps)
+
+
+@pytest.fixture
+def words(monkeypatch, tmp_path):
+    """A tokenizer, and prose for it; and a cache without profiles."""
+    monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(results, "version", lambda package: "any")  # it reads files, for every row
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()
-    words = torch.randint(0, 96, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    numbers = torch.randint(0, 96, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer), " ".join(f"w{number}." for number in numbers)
+
+
+def profile_of(pair, budget, share, **changes) -> Profile:
+    """A profile of a pair for a budget, whose first target head says which."""
+    heads = {"target_heads": ((budget % 3, 0),), "draft_heads": ((0, 1),), "draft_share": share}
+    settings = {"budget": budget, "sinks": 4, "window": 64, "gamma": 4}
+    models = {"target": fingerprint(pair[0]), "draft": fingerprint(pair[1])}
+    return Profile(**{**heads, **settings, **models, **changes})
+
+
+def test_each_budget_has_its_profile(words):
+    pair, said = tiny_pair(), []
+    tokenizer, text = words
+    ours = {budget: profile_of(pair, budget, budget // 4) for budget in (96, 160)}
+    make = partial(run.QualityRun, pair[0], {"one": pair[1]}, tokenizer, contexts=[560], prompts=2, text=text,
+                   parts=["table"], budgets=[160, 128, 96, 80], tell=said.append)  # fmt: skip
+    measure = make(profiles={"one": list(ours.values())})
+    assert not said
+    for budget, of in ((160, 160), (128, 96), (96, 96), (80, 96)):  # of equally near ones the first
+        setting = measure.settings("one", budget)
+        assert setting.target_heads == ours[of].target_heads and setting.budget == budget
+        assert setting.draft_share == round(ours[of].draft_share * (budget - 68) / (of - 68))
+        name = measure._describe_profile("one", budget)
+        assert f"of budget {of}: target layers {of % 3}, draft layers 0, {setting.draft_share} of" in name
+    assert measure.settings("one", 160, 300).draft_share == round(40 * (300 - 68) / (160 - 68))
+
+    make()
+    assert len(said) == 4 and "no profile" in said[0]
+    for profile in ours.values():
+        profile.save(cached_path(profile))
+    said.clear()
+    assert make().settings("one", 160).target_heads == ours[160].target_heads
+    assert said[0] == f"one, budget 160: using the cached profile {cached_path(ours[160])}"
+
+    for profiles, message in (
+        ({"one": [ours[96], ours[96]]}, "more than one of budget 96"),
+        ({"one": [profile_of((pair[0], pair[0]), 96, 5)]}, "is of another pair: its draft has other weights"),
+        ({"one": [profile_of(pair, 96, 5, target_heads=((7, 0),))]}, r"\(7, 0\) does not exist"),
+        ({"two": [ours[96]]}, "profiles: 'two' is none of the drafts one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(profiles=profiles)
+    short = tiny_model(max_position_embeddings=550)
+    with pytest.raises(ValueError, match=r"contexts: 560 must be in 544\.\.550"):
+        run.QualityRun(pair[0], {"one": pair[1], "short": short}, tokenizer, contexts=[560])
+
+
+def test_contexts_are_pooled_and_short_texts_left_out(monkeypatch, words):
+    monkeypatch.setattr(run, "OFFSETS", (9,))
+    pair = tiny_pair()
+    measure = run.QualityRun(
+        pair[0], {"one": pair[1]}, words[0], contexts=[544, 560, 3000], budgets=[96, 80], prompts=3,
+        text=" ".join(words[1].split()[:1600]), parts=["table", "needles", "ages"], tell=lambda message: None,
+    )  # fmt: skip
+    monkeypatch.setattr(measure, "ask_needles", lambda draft, context: take_trials(words[0], "w1. " * 90, 1, context))
+    found = {row["name"]: row["value"] for row in measure}
+    assert [name.split(" (")[0] for name in measure.left_out] == [
+        "table, one, 3000", "needles, one, 3000", "needles, one, 544", "needles, one, 560", "ages, one",
+    ]  # fmt: skip
+    assert " tokens, fewer than a passage of 3000" in measure.left_out[0]
+    for name in ("kl_minus_history", "arr_minus_oracle", "kl_minus_sum", "arr_minus_hybrid_3"):
+        for budget in (96, 80, "all"):
+            pooled, *each = (found[f"quality/{name}/hybrid/one/{context}/{budget}"] for context in ("all", 544, 560))
+            assert pooled == pytest.approx(sum(each) / 2, rel=2e-3, abs=1e-6)
+    metric = found["quality/kl/hybrid/one/544/96"] - found["quality/kl/sum/one/544/96"]
+    assert found["quality/kl_minus_sum/hybrid/one/544/96"] == pytest.approx(metric, abs=1e-3)
+
+
+def test_the_needles_are_not_those_of_profiles():
+    pieces = Whitespace().pre_tokenize_str(" ".join(sum(NEEDLES, ())))
+    words = ["w", *sorted({word for word, _ in pieces})]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    trials = take_trials(fast, "w " * 8000, 24, 500)
+    assert len({tuple(trial.prompt) for trial in trials}) == 24  # in a text that is the same everywhere
+    assert all(fast.decode(trial.prompt[slice(*trial.answer)]) == trial.text for trial in trials)
+    assert {sentence for needle in NEEDLES for sentence in needle}.isdisjoint(sum(haystack.NEEDLES, ()))
+
+
+def test_the_command_refuses_by_name(tmp_path):
+    for name, words in (("target", "ab"), ("draft", "ba")):
+        tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / name)
+        tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / name)
+    models = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+    for options, message in (
+        ([*models, "--device", "cpu"], "the tokenizers differ at id 0"),
+        (["--layer-skip-profile", "theirs.json"], "--layer-skip-profile theirs.json needs --layer-skip"),
+    ):
+        result = CliRunner().invoke(app, ["quality", *options])
+        assert result.exit_code == 1 and message in result.stderr
+
+
+def test_every_part_gives_its_rows(monkeypatch, words):
     small = {"DRIFT_TOKENS": 8, "DRIFT_BIN": 4, "CONTINUED_TOKENS": 3, "ANSWER_TOKENS": 3, "AGES": (64,)}
     for name, value in {**small, "OFFSETS": (9, 256), "FREE_SELECTORS": ("full", "hybrid", "oracle")}.items():
         monkeypatch.setattr(run, name, value)
-    monkeypatch.setattr(results, "version", lambda package: "any")  # it reads files, for every row
     pair = tiny_pair()
     profile = Profile(target_heads=((1, 0),), draft_heads=((0, 1),), draft_share=5)
     measure = run.QualityRun(
-        pair[0], {"one": pair[1], "two": pair[1]}, PreTrainedTokenizerFast(tokenizer_object=tokenizer), contexts=[560],
-        profiles={"one": profile}, budgets=[96], prompts=2, text=" ".join(f"w{word}." for word in words),
+        pair[0], {"one": pair[1], "two": pair[1]}, words[0], contexts=[560],
+        profiles={"one": [profile]}, budgets=[96], prompts=2, text=words[1],
         tell=lambda message: None,
     )  # fmt: skip
     found = {row["name"]: row for row in measure}
@@ -221,12 +346,17 @@ def test_every_part_gives_its_rows(monkeypatch):
     assert found["quality/kl_at_bytes/hybrid/one/560/96"]["positions"] > read["quest"]
     assert {row["refresh_every"] for row in found.values() if row["metric"] == "kl_drift"} == {0, 16, 64}
     others = {row["metric"] for row in found.values() if row["draft"] == "two"}
-    assert {"kl", "arr_of_layer", "tokens_per_step"} <= others
+    assert {"kl", "arr_of_layer", "tokens_per_step", "first_divergence", "needle"} <= others
+    for draft, name in (("one", " of budget any: target layers 1, draft layers 0, 5 of 28 free"), ("two", "default ")):
+        assert name in found[f"quality/kl/hybrid/{draft}/560/96"]["conditions"]
     lines = make_sensitivity_markdown(list(found.values()), "one").splitlines()
     assert len(lines) == 2 + 3 + 2 + 3 + 2 + 4  # a window of 128 is more than the budget
 
     measure.parts = ["drift"]
-    assert {row["metric"] for row in measure} == {"kl_drift"}
+    drift = list(measure)
+    assert {row["metric"] for row in drift} == {f"kl_drift{end}" for end in ("", "_minus_refresh0", "_minus_refresh64")}
+    paired = [row["name"] for row in drift if "minus" in row["metric"]]
+    assert len(paired) == len(set(paired)) == 6
     with pytest.raises(ValueError, match="parts: 'speed' is none of table, ages"):
         dataclasses.replace(measure, parts=["speed"])
 

@@ -23,15 +23,16 @@ from dustin_compile.benchmark.engines import (
 )
 from dustin_compile.benchmark.pairs import BenchPair
 from dustin_compile.benchmark.results import Row, make_row
-from dustin_compile.benchmark.timing import median_us, ready
+from dustin_compile.benchmark.timing import copy_bandwidth, median_us, ready
 from dustin_compile.graphs.draft import propose
 from dustin_compile.graphs.state import State, new_state
 from dustin_compile.graphs.verify import choose_set, score_history, verify
 from dustin_compile.kv_cache import MemoryPlan, plan_memory
 
 HEADROOM = 256  # positions behind the context for what the timed steps commit
-STEP_ERROR = 0.02  # relative, of the last query: of a replay against a call
+STEP_ERROR = 0.02  # relative, of queries, keys and values: of a replay against a call
 PARTS = ("draft", "score", "select", "verify", "accept")
+BASELINES = (VANILLA, "classic", TRANSFORMERS)
 
 
 class WrongResult(RuntimeError):
@@ -44,10 +45,11 @@ class Grid:
 
     Attributes:
         contexts, batches: the grid, in the order in which it is measured. A batch size compiles; a context does not.
-        engines: of ENGINES.
+        engines: of ENGINES, in the order in which a point measures them. transformers, which compiles the whole model
+            for each point, comes after all other points, unless it is the first.
         acceptance: chance of each draft token.
         gamma: of the rows that every engine has.
-        gammas: among which the best of a point is chosen, from the measured parts.
+        gammas: among which the best of a point is chosen, from the measured parts of dustin+.
         repeats: replays of which the median counts.
         minutes: after which no new measurement begins.
     """
@@ -62,16 +64,19 @@ class Grid:
     minutes: float = 5.0
 
     def __post_init__(self) -> None:
-        for name, values in (("contexts", self.contexts), ("batches", self.batches), ("gammas", self.gammas)):
-            if not values or min(values) < 1:
-                raise ValueError(f"{name}={list(values)} must be integers of at least 1")
+        for name, values, least in (("contexts", self.contexts, 2), ("batches", self.batches, 1)):
+            if not values or min(values) < least:
+                raise ValueError(f"{name}={list(values)} must be integers of at least {least}")
         unknown = set(self.engines) - set(ENGINES)
         if unknown or not self.engines:
             raise ValueError(f"engines={list(self.engines)} must be some of {', '.join(ENGINES)}")
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance={self.acceptance} must be in 0..1")
-        if not 1 <= self.gamma < HEADROOM // (self.repeats + 4):
-            raise ValueError(f"gamma={self.gamma} must be in 1..{HEADROOM // (self.repeats + 4) - 1}")
+        largest = HEADROOM // (self.repeats + 4) - 1  # all steps of a timing, accepted in full, stay in the cache
+        if not 1 <= self.gamma <= largest:
+            raise ValueError(f"gamma={self.gamma} must be in 1..{largest}")
+        if not self.gammas or not all(1 <= gamma <= largest for gamma in self.gammas):
+            raise ValueError(f"gammas={list(self.gammas)} must be in 1..{largest}")
 
 
 class Run(ABC):
@@ -82,41 +87,49 @@ class Run(ABC):
         grid: what to measure.
         tell: called with each thing that is begun, left out or refused, in a line.
         acceptance: chance of each draft token, drawn; None: as the models have it.
-        spare: positions behind the context that a point needs.
 
     Attributes:
         failures: checks that failed.
-        rates: tokens a second of each engine at (context, batch).
+        bandwidth: bytes a second of a copy on the device.
+        rates, step_us: tokens a second, and microseconds of a step, of each engine at (context, batch).
+        parts: of each point where they are measured, as of `PointTimer.time_parts`.
     """
 
-    def __init__(self, bench: BenchPair, grid: Grid, tell: Callable[[str], None], acceptance: float | None, spare: int):
-        self.bench, self.grid, self.tell, self.spare = bench, grid, tell, spare
+    def __init__(self, bench: BenchPair, grid: Grid, tell: Callable[[str], None], acceptance: float | None):
+        self.bench, self.grid, self.tell = bench, grid, tell
         self.engines = Engines(bench.pair, acceptance)
         self.config = replace(bench.pair.config, gamma=grid.gamma)
         self.device = bench.models.target.device
+        self.bandwidth = copy_bandwidth(self.device, 2**31 if self.device.type == "cuda" else 2**24)
         self.deadline = time.monotonic() + 60 * grid.minutes
         self.plan: MemoryPlan = plan_memory(bench.models.target, bench.models.draft, self.config)
         self.failures: list[str] = []
         self.rates: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+        self.step_us: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+        self.parts: dict[tuple[int, int], dict[str, float]] = {}
 
     def __iter__(self) -> Iterator[Row]:
-        points = [(context, batch) for batch in self.grid.batches for context in self.grid.contexts]
+        others = [engine for engine in self.grid.engines if engine != TRANSFORMERS]
         with torch.no_grad():
-            for batch in self.grid.batches:
+            if self.grid.engines[0] == TRANSFORMERS:
+                yield from self._measure_all_transformers()
+            for batch in self.grid.batches if others else ():
                 for context in self.grid.contexts:
-                    yield from self._attempt(self.measure_steps, context, batch)
+                    yield from self._attempt(self.measure_steps, context, batch, others)
                 for context in self.grid.contexts:  # after all of the batch size, since another gamma compiles
-                    if (context, batch) in self.rates and not self.late():
-                        yield from self._attempt(self.measure_best_gamma, context, batch)
-            if TRANSFORMERS not in self.grid.engines:
-                return
-            if self.bench.models.slice_factor != 1:
-                self.tell(f"{TRANSFORMERS}: left out, it is not scaled from a slice")
-                return
-            # Last: each of its points compiles the whole model anew, for its shape as a user's would be.
-            for context, batch in points:
-                torch._dynamo.reset()
-                yield from self._attempt(self.measure_transformers, context, batch)
+                    if (context, batch) in self.parts:
+                        yield from self._attempt(self.measure_best_gamma, context, batch, ["best gamma"])
+            if TRANSFORMERS in self.grid.engines[1:]:
+                yield from self._measure_all_transformers()
+
+    def _measure_all_transformers(self) -> Iterator[Row]:
+        if self.bench.models.slice_factor != 1:
+            self.tell(f"{TRANSFORMERS}: left out, it is not scaled from a slice")
+            return
+        for batch in self.grid.batches:
+            for context in self.grid.contexts:
+                torch._dynamo.reset()  # each point compiles anew, for its shape as a user's would be
+                yield from self._attempt(self.measure_transformers, context, batch, [TRANSFORMERS])
 
     @abstractmethod
     def measure_steps(self, context: int, batch: int) -> Iterator[Row]:
@@ -130,23 +143,76 @@ class Run(ABC):
     def measure_transformers(self, context: int, batch: int) -> Iterator[Row]:
         """One point with transformers."""
 
-    def late(self) -> bool:
-        return time.monotonic() > self.deadline
+    @abstractmethod
+    def needed(self, context: int, batch: int) -> int:
+        """Bytes that a point takes, weights included."""
 
-    def _attempt(self, measure: Callable[[int, int], Iterator[Row]], context: int, batch: int) -> Iterator[Row]:
+    def is_late(self, context: int, batch: int, what: str) -> bool:
+        """Whether the time is over; if so, tells that `what` is left out."""
+        if late := time.monotonic() > self.deadline:
+            self.tell(f"{context}x{batch}: {what}: left out, {self.grid.minutes:g} minutes are over")
+        return late
+
+    def vanilla_roofline(self, context: float, batch: int) -> float:
+        """Microseconds in which the weights that a step of vanilla reads and `context` positions of K/V move."""
+        target, factor = self.bench.models.target, self.bench.models.slice_factor
+        layers = sum(parameter.nbytes for parameter in target.model.layers.parameters())
+        head = target.get_output_embeddings().weight.nbytes + target.model.norm.weight.nbytes
+        nbytes = factor * (layers + batch * context * self.plan.target_position) + head
+        return nbytes / self.bandwidth * 1e6
+
+    def roofline_fields(self, us: float, context: float, batch: int) -> tuple[dict[str, float], str]:
+        """What a row of vanilla says of its roofline: fields, and a condition. `us`: of the measured step."""
+        roofline = self.vanilla_roofline(context, batch)
+        fields = {"roofline_us": round(roofline, 1), "roofline_ratio": round(us / roofline, 3)}
+        return fields, (
+            f"roofline {roofline:.1f} us: layers, norm and head, and K and V of {context:g} positions a row, at the "
+            f"{self.bandwidth / 1e12:.3g} TB/s of a copy in the same run"
+        )
+
+    def speedups(self, context: int, batch: int, measured: str) -> Iterator[tuple[str, str, float]]:
+        """(baseline, engine, ratio of tokens a second) of what can be compared since `measured` has been."""
+        rates = self.rates[context, batch]
+        for baseline in BASELINES:
+            for engine in ("dustin", "dustin+"):
+                if measured in (baseline, engine) and {baseline, engine} <= rates.keys():
+                    yield baseline, engine, rates[engine] / rates[baseline]
+
+    def describe_baseline(self, context: int, batch: int, baseline: str) -> tuple[dict[str, float], str]:
+        """What a speed-up says of what it is measured against: fields, and a condition."""
+        us = self.step_us[context, batch][baseline]
+        how = f", {self.describe_transformers()}" if baseline == TRANSFORMERS else ""
+        return {"baseline_us": float(f"{us:.4g}")}, f"baseline {baseline} {us:.4g} us a step{how}"
+
+    def describe_transformers(self) -> str:
+        if not self.config.compile:
+            return "StaticCache, eager"
+        return "StaticCache, torch.compile(mode='reduce-overhead', fullgraph=True)"
+
+    def describe_scoring(self) -> str:
+        """Which heads score, in numbers."""
+        counts = [
+            f"{len(model.heads)} heads in {len(model.heads.layers)} layers of the {role}"
+            for role, model in (("target", self.engines.target), ("draft", self.engines.draft))
+        ]
+        return f"scores of {' and '.join(counts)}"
+
+    def _attempt(
+        self, measure: Callable[[int, int], Iterator[Row]], context: int, batch: int, what: Sequence[str]
+    ) -> Iterator[Row]:
         """One point, if there is time and room for it."""
         place = f"{context}x{batch}"
-        if self.late():
-            self.tell(f"{place}: left out, {self.grid.minutes:g} minutes are over")
+        if self.is_late(context, batch, ", ".join(what)):
             return
-        needed, available = self.plan.total(batch, context + self.spare), self.plan.available
+        needed, available = self.needed(context, batch), self.plan.available
         if needed > available:
-            self.tell(f"{place}: left out, it needs {needed / 2**30:.1f} of {available / 2**30:.1f} GiB")
+            sizes = f"{needed / 2**30:.1f} of {available / 2**30:.1f} GiB"
+            self.tell(f"{place}: {', '.join(what)}: left out, it needs {sizes}")
             return
         try:
             yield from measure(context, batch)
         except WrongResult as error:
-            self.failures.append(f"{place}: {error}")
+            self.failures.append(f"{place}: {error}; the rest of this point is left out")
             self.tell(self.failures[-1])
         except torch.OutOfMemoryError:
             self.tell(f"{place}: left out, it ran out of memory")
@@ -156,60 +222,76 @@ class Run(ABC):
 
 
 class GridRun(Run):
-    """A grid on states filled with random K/V, with acceptance drawn."""
+    """A grid on states filled with random K/V, with acceptance drawn.
+
+    Raises:
+        ValueError: a context is longer than the models' positions.
+    """
 
     def __init__(self, bench: BenchPair, grid: Grid, tell: Callable[[str], None]):
-        super().__init__(bench, grid, tell, grid.acceptance, HEADROOM)
-        self.parts: dict[tuple[int, int], dict[str, float]] = {}  # of each point, as PointTimer.time_parts
+        if max(grid.contexts) + HEADROOM > bench.pair.max_length:
+            raise ValueError(
+                f"contexts={list(grid.contexts)} must be at most {bench.pair.max_length - HEADROOM}: the models have "
+                f"{bench.pair.max_length} positions, and the timed steps take {HEADROOM}"
+            )
+        super().__init__(bench, grid, tell, grid.acceptance)
+
+    def needed(self, context: int, batch: int) -> int:
+        """Nothing is prefilled, so that a step's workspace is enough."""
+        length = context + HEADROOM
+        return self.plan.weights + self.plan.caches(batch, length) + self.plan.step_workspace(batch, length)
 
     def measure_steps(self, context: int, batch: int) -> Iterator[Row]:
         grid, point = self.grid, PointTimer(self, context, batch)
-        rates = self.rates[context, batch]
-        if VANILLA in grid.engines and not self.late():
-            self.tell(f"{context}x{batch}: {VANILLA}")
-            us = point.time_step(VANILLA, grid.gamma)
-            rates[VANILLA] = batch / us * 1e6
-            yield self._row("step_us", VANILLA, context, batch, us, "us", tokens_per_step=1.0)
-            yield self._row("tokens_per_second", VANILLA, context, batch, rates[VANILLA], "tokens/s")
-        tokens = expected_tokens(grid.acceptance, grid.gamma)
-        for engine in (engine for engine in MODES if engine in grid.engines):
-            if self.late():
-                return
+        for engine in (engine for engine in grid.engines if engine != TRANSFORMERS):
+            if self.is_late(context, batch, engine):
+                continue
             self.tell(f"{context}x{batch}: {engine}")
             us = point.time_step(engine, grid.gamma)
-            rates[engine] = batch * tokens / us * 1e6
-            fields: dict[str, Any] = {
-                "gamma": grid.gamma,
-                "tokens_per_step": tokens,
-                "drawn_tokens_per_step": point.drawn,
-            }
-            yield self._row("step_us", engine, context, batch, us, "us", **fields)
-            yield self._row("tokens_per_second", engine, context, batch, rates[engine], "tokens/s", **fields)
-        yield from self._speedups(context, batch, (VANILLA, "classic"))
-        if self.late():
+            drawn = {"drawn_tokens_per_step": point.drawn} if engine in MODES else {}
+            yield from self._engine_rows(engine, context, batch, us, **drawn)
+        if "dustin+" not in grid.engines or self.is_late(context, batch, "parts"):
             return
         if self.device.type == "cuda" and self.bench.models.slice_factor == 1:
             workspace, peak = point.measure_memory()
-            length = context + HEADROOM
-            planned = self.plan.weights + self.plan.caches(batch, length) + self.plan.step_workspace(batch, length)
+            planned = self.needed(context, batch)
             yield self._row(
                 "step_workspace_gib", "dustin+", context, batch, workspace / 2**30, "GiB",
-                peak_gib=round(peak / 2**30, 3), planned_gib=round(planned / 2**30, 3),
+                gamma=grid.gamma, peak_gib=round(peak / 2**30, 3), planned_gib=round(planned / 2**30, 3),
             )  # fmt: skip
         self.tell(f"{context}x{batch}: parts")
         parts = self.parts[context, batch] = point.time_parts()
         for part, us in parts.items():
             yield self._row(f"step_part_us/{part}", "dustin+", context, batch, us, "us", gamma=grid.gamma)
 
+    def _engine_rows(self, engine: str, context: int, batch: int, us: float, **fields: Any) -> Iterator[Row]:
+        """The rows of an engine's step of so many microseconds, and the speed-ups that it completes."""
+        gamma, tokens, condition = self.grid.gamma, 1.0, None
+        if engine in MODES:
+            tokens = expected_tokens(self.grid.acceptance, gamma)
+            fields["gamma"] = gamma
+        if engine == VANILLA:
+            roofline, condition = self.roofline_fields(us, context + 1, batch)
+            fields |= roofline
+        fields["tokens_per_step"] = tokens
+        self.step_us[context, batch][engine] = us
+        rate = self.rates[context, batch][engine] = batch * tokens / us * 1e6
+        yield self._row("step_us", engine, context, batch, us, "us", condition, **fields)
+        yield self._row("tokens_per_second", engine, context, batch, rate, "tokens/s", condition, **fields)
+        for baseline, faster, ratio in self.speedups(context, batch, engine):
+            fields, condition = self.describe_baseline(context, batch, baseline)
+            yield self._row(
+                f"decode_speedup_vs_{baseline}", faster, context, batch, ratio, "x", condition,
+                gamma=gamma, tokens_per_step=expected_tokens(self.grid.acceptance, gamma), **fields,
+            )  # fmt: skip
+
     def measure_best_gamma(self, context: int, batch: int) -> Iterator[Row]:
         grid, rates = self.grid, self.rates[context, batch]
-        if (context, batch) not in self.parts:
-            return
         best = {engine: best_gamma(engine, self.parts[context, batch], grid) for engine in MODES if engine in rates}
         point = None if set(best.values()) == {grid.gamma} else PointTimer(self, context, batch)
         for engine, gamma in best.items():
-            if self.late():
-                return
+            if self.is_late(context, batch, f"{engine}, best gamma"):
+                continue
             tokens, rate = expected_tokens(grid.acceptance, gamma), rates[engine]
             if point is not None and gamma != grid.gamma:
                 self.tell(f"{context}x{batch}: {engine}, gamma {gamma}")
@@ -230,23 +312,12 @@ class GridRun(Run):
         for _ in range(3):
             decoder.decode(token, position)
         us = median_us(lambda: decoder.decode(token, position), self.device, min(5, self.grid.repeats))
-        self.rates[context, batch][TRANSFORMERS] = batch / us * 1e6
-        yield self._row("step_us", TRANSFORMERS, context, batch, us, "us", tokens_per_step=1.0)
-        yield self._row("tokens_per_second", TRANSFORMERS, context, batch, batch / us * 1e6, "tokens/s")
-        yield from self._speedups(context, batch, (TRANSFORMERS,))
+        yield from self._engine_rows(TRANSFORMERS, context, batch, us)
 
-    def _speedups(self, context: int, batch: int, baselines: Sequence[str]) -> Iterator[Row]:
-        rates = self.rates[context, batch]
-        tokens = expected_tokens(self.grid.acceptance, self.grid.gamma)
-        for baseline in baselines:
-            for engine in ("dustin", "dustin+"):
-                if engine in rates and baseline in rates:
-                    yield self._row(
-                        f"decode_speedup_vs_{baseline}", engine, context, batch, rates[engine] / rates[baseline], "x",
-                        gamma=self.grid.gamma, tokens_per_step=tokens,
-                    )  # fmt: skip
-
-    def _row(self, metric: str, engine: str, context: int, batch: int, value: float, unit: str, **fields: Any) -> Row:
+    def _row(
+        self, metric: str, engine: str, context: int, batch: int, value: float, unit: str,
+        condition: str | None = None, **fields: Any,
+    ) -> Row:  # fmt: skip
         config, bench = self.config, self.bench
         # The key rows are dustin+'s; the others say whose they are.
         key = metric.startswith(("step_", "decode_speedup"))
@@ -259,11 +330,14 @@ class GridRun(Run):
             bench.profile,
             str(bench.models.target.dtype).removeprefix("torch."),
         ]
-        if self.device.type == "cuda" and engine != TRANSFORMERS:
+        if engine != TRANSFORMERS and not config.compile:
+            conditions.append("not compiled")
+        if engine != TRANSFORMERS and self.device.type == "cuda":
             conditions.append(f"one CUDA graph replay, median of {self.grid.repeats}")
         if engine == TRANSFORMERS:
-            conditions.append("StaticCache, torch.compile(mode='reduce-overhead', fullgraph=True), median of 5 calls")
+            conditions.append(f"{self.describe_transformers()}, median of {min(5, self.grid.repeats)} calls")
         if synthetic:
+            conditions += [f"gamma {fields['gamma']}", self.describe_scoring()]
             conditions.append(
                 f"acceptance synthetic: {self.grid.acceptance:g} a draft token, drawn with a fixed seed; tokens a step "
                 "are the expectation"
@@ -278,6 +352,8 @@ class GridRun(Run):
                 "pass through the slice's layers, measured alone"
             )
             fields["slice"] = f"{layers} of {whole} layers"
+        if condition is not None:
+            conditions.append(condition)
         return make_row(
             f"{metric}/{owner}{bench.name}/{context}x{batch}", value, unit, self.device, ", ".join(conditions),
             pair=bench.name, engine=engine, context=context, batch=batch, synthetic=synthetic, **fields,
@@ -299,6 +375,22 @@ def best_gamma(engine: str, parts: dict[str, float], grid: Grid) -> int:
         return expected_tokens(grid.acceptance, gamma) / (gamma * a_pass + rest)
 
     return max(grid.gammas, key=rate)
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare what a replay wrote with what the step launched by hand wrote: integers exactly.
+
+    Raises:
+        WrongResult: they differ.
+    """
+    for name, value in found.items():
+        wanted = expected[name]
+        if value.is_floating_point():
+            error = float((value.float() - wanted.float()).norm() / wanted.float().norm())
+            if not error <= STEP_ERROR:
+                raise WrongResult(f"the replay's {name} differ from the step's by {error:.3g} relative")
+        elif not torch.equal(value, wanted):
+            raise WrongResult(f"the replay's {name} are {value.tolist()}, the step's {wanted.tolist()}")
 
 
 class PointTimer:
@@ -355,18 +447,22 @@ class PointTimer:
         def call() -> None:
             step(state, "greedy")
 
+        block = 1 if engine == VANILLA else gamma + 1
         call()
-        expected_lens, expected_query = state.seq_lens.clone(), state.query.float().clone()
+        expected = {name: value.clone() for name, value in self._written(state, block).items()}
         self.reset(state)
         function = ready(call, self.device)
         self.reset(state)
+        found = self._written(state, block)
+        found["keys"].zero_()
+        found["values"].zero_()
         function()
-        self._check(state, expected_lens, expected_query)
+        check_same(found, expected)
         self.reset(state)
         us = median_us(function, self.device, self.run.grid.repeats)
         self.drawn = round(float((state.seq_lens - self.context).float().mean()) / self.run.grid.repeats, 3)
         sparse = engine != VANILLA and step.config.verify == "sparse"
-        return us + self._missing_layers(state, 1 if engine == VANILLA else gamma + 1, sparse)
+        return us + self._missing_layers(state, block, sparse)
 
     def measure_memory(self) -> tuple[int, int]:
         """Bytes that a step of dustin+ allocates for a moment, and those that are then allocated in all."""
@@ -382,12 +478,16 @@ class PointTimer:
         peak = torch.cuda.max_memory_allocated(self.device)
         return peak - before, peak
 
-    def _check(self, state: State, lens: torch.Tensor, query: torch.Tensor) -> None:
-        if not torch.equal(state.seq_lens, lens):
-            raise WrongResult(f"the replay advanced rows to {state.seq_lens.tolist()}, the step to {lens.tolist()}")
-        error = float((state.query.float() - query).norm() / query.norm())
-        if not error <= STEP_ERROR:
-            raise WrongResult(f"the replay's last query differs from the step's by {error:.3g} relative")
+    def _written(self, state: State, block: int) -> dict[str, torch.Tensor]:
+        """What a step of `block` tokens leaves of its work, by name; views of the state."""
+        key, value = (cache[:, self.context : self.context + block] for cache in state.target_cache.layers[-1])
+        return {
+            "lengths": state.seq_lens,
+            "tokens": state.tokens[:, self.context : self.context + block + 1],
+            "query": state.query,
+            "keys": key,  # of the last layer, which follow from all that is read in those before
+            "values": value,
+        }
 
     def _missing_layers(self, state: State, tokens: int, sparse: bool) -> float:
         """Microseconds of the target's layers that the slice leaves out, in a pass of some tokens."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.table import Table
@@ -45,7 +46,8 @@ def make_table(rows: Iterable[Row], title: str) -> Table:
 def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
     """Tokens per second against context, a line for each engine, and step time by part; a file a pair and batch.
 
-    Of several measurements of one thing the last counts.
+    Of several measurements of one thing the last counts. GPUs and acceptances have files of their own: the plain name
+    is that of the first GPU in the rows, and of the acceptance that it was last measured with.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -56,16 +58,11 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    latest = {row["name"]: row for row in rows if "context" in row}
-    groups = sorted({(row["pair"], row["batch"], row["gpu"]) for row in latest.values()})
     paths = []
     folder.mkdir(parents=True, exist_ok=True)
-    for pair, batch, gpu in groups:
-        group = [row for row in latest.values() if (row["pair"], row["batch"], row["gpu"]) == (pair, batch, gpu)]
-        group.sort(key=lambda row: row["context"])
-        synthetic = [row for row in group if row["synthetic"]]
-        rates = ", ".join(f"{rate:g}" for rate in sorted({row["acceptance"] for row in synthetic}))
-        note = f", acceptance {rates} (synthetic)" if synthetic else ""
+    for (pair, batch, gpu, acceptance, tag), group in _groups(rows):
+        stem = f"{pair}-{batch}{tag}"
+        note = "" if acceptance is None else f", acceptance {acceptance:g} (synthetic)"
 
         figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
         for engine in ENGINES:
@@ -87,7 +84,7 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:,.0f}")
         figure.legend(title=gpu, loc="outside right upper")
-        paths.append(folder / f"tokens_per_second-{pair}-{batch}.png")
+        paths.append(folder / f"tokens_per_second-{stem}.png")
         figure.savefig(paths[-1], dpi=150)
         plt.close(figure)
 
@@ -106,7 +103,28 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         axes.set(xlabel="context, tokens", ylabel="ms", title=f"dustin+ step by part, {pair} × {batch}")
         figure.legend(title=gpu, loc="outside right upper", reverse=True)
-        paths.append(folder / f"step_by_part-{pair}-{batch}.png")
+        paths.append(folder / f"step_by_part-{stem}.png")
         figure.savefig(paths[-1], dpi=150)
         plt.close(figure)
     return paths
+
+
+def _groups(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, int, str, float | None, str], list[Row]]]:
+    """(pair, batch, gpu, acceptance, tag of the file's name), and the last row of each name there, by context.
+
+    Rows without an acceptance, of engines that need none, are in the groups of all acceptances.
+    """
+    points: dict[tuple[str, int], dict[str, list[Row]]] = {}
+    for row in rows:
+        if "context" in row:
+            points.setdefault((row["pair"], row["batch"]), {}).setdefault(row["gpu"], []).append(row)
+    for (pair, batch), gpus in sorted(points.items()):
+        for gpu, found in gpus.items():
+            drawn = [row["acceptance"] for row in found if row["synthetic"]]
+            for acceptance in sorted(set(drawn)) or [None]:
+                latest = {row["name"]: row for row in found if not row["synthetic"] or row["acceptance"] == acceptance}
+                tags = [] if gpu == next(iter(gpus)) else [re.sub(r"\W+", "-", gpu.lower()).strip("-")]
+                if drawn and acceptance != drawn[-1]:
+                    tags.append(f"acceptance-{acceptance:g}")
+                group = sorted(latest.values(), key=lambda row: row["context"])
+                yield (pair, batch, gpu, acceptance, "".join(f"-{tag}" for tag in tags)), group

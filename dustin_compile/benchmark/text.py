@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -47,27 +47,33 @@ class TextRun(Run):
         grid: what to measure; a context that leaves no room for the new tokens is cut to the model's last positions.
         new_tokens: to add to each row.
         tell: called with each thing that is begun or left out, in a line.
+
+    Raises:
+        ValueError: a batch is no power of two, to which a pair would fill it up.
     """
 
     def __init__(self, bench: BenchPair, grid: Grid, new_tokens: int, tell: Callable[[str], None]):
-        super().__init__(bench, grid, tell, None, new_tokens)
+        if any(batch & (batch - 1) for batch in grid.batches):
+            raise ValueError(f"batches={list(grid.batches)} must be powers of two: a pair runs no others")
+        super().__init__(bench, grid, tell, None)
         self.new_tokens = new_tokens
         self.text = smol.passage(cast(PreTrainedTokenizerBase, bench.models.tokenizer), 10**6)[0]
         self.vanilla: dict[tuple[int, int], Tensor] = {}  # its tokens
 
+    def needed(self, context: int, batch: int) -> int:
+        return self.plan.total(batch, context + self.new_tokens)
+
     def measure_steps(self, context: int, batch: int) -> Iterator[Row]:
         prompts = self._prompts(context, batch)
-        for engine in (VANILLA, *MODES):
-            if engine in self.grid.engines and not self.late():
+        for engine in (engine for engine in self.grid.engines if engine != TRANSFORMERS):
+            if not self.is_late(context, batch, engine):
                 self.tell(f"{context}x{batch}: {engine}")
                 yield from self._rows(engine, context, prompts, self._generate(engine, prompts))
-        yield from self._speedups((VANILLA, "classic"), context, prompts)
 
     def measure_transformers(self, context: int, batch: int) -> Iterator[Row]:
         prompts = self._prompts(context, batch)
         self.tell(f"{context}x{batch}: {TRANSFORMERS}")
         yield from self._rows(TRANSFORMERS, context, prompts, self._decode_by_transformers(prompts))
-        yield from self._speedups((TRANSFORMERS,), context, prompts)
 
     def _rows(self, engine: str, context: int, prompts: Tensor, decode: Decode) -> Iterator[Row]:
         batch, point = prompts.shape[0], (context, prompts.shape[0])
@@ -76,31 +82,34 @@ class TextRun(Run):
         same = None
         if point in self.vanilla:
             same = round(float((decode.tokens == self.vanilla[point]).float().mean()), 4)
-        fields = {
+        fields: dict[str, Any] = {
             "tokens_per_step": round(decode.tokens_per_step, 4),
             "acceptance_rate": decode.acceptance_rate,
             "steps": decode.steps,
             "agreement_with_vanilla": same,
         }
+        condition = self.describe_transformers() if engine == TRANSFORMERS else None
+        step_us = self.step_us[point][engine] = decode.seconds / decode.steps * 1e6
+        if engine == VANILLA:
+            roofline, condition = self.roofline_fields(step_us, prompts.shape[1] + self.new_tokens / 2, batch)
+            fields |= roofline
         rate = self.rates[point][engine] = batch * (self.new_tokens - 1) / decode.seconds
-        yield self._row("tokens_per_second", engine, context, prompts, rate, "tokens/s", **fields)
+        yield self._row("tokens_per_second", engine, context, prompts, rate, "tokens/s", condition, **fields)
         # What a server sees, which fills the places of rows that ended: every row runs at its mean rate.
         steady = batch * decode.tokens_per_step * decode.steps / decode.seconds
-        yield self._row("steady_tokens_per_second", engine, context, prompts, steady, "tokens/s", **fields)
-        step_us = decode.seconds / decode.steps * 1e6
-        yield self._row("step_us", engine, context, prompts, step_us, "us", **fields)
-
-    def _speedups(self, baselines: Sequence[str], context: int, prompts: Tensor) -> Iterator[Row]:
-        rates = self.rates[context, prompts.shape[0]]
-        for baseline in baselines:
-            for engine in ("dustin", "dustin+"):
-                if baseline in rates and engine in rates:
-                    ratio = rates[engine] / rates[baseline]
-                    yield self._row(f"decode_speedup_vs_{baseline}", engine, context, prompts, ratio, "x")
+        yield self._row("steady_tokens_per_second", engine, context, prompts, steady, "tokens/s", condition, **fields)
+        yield self._row("step_us", engine, context, prompts, step_us, "us", condition, **fields)
+        for baseline, faster, ratio in self.speedups(context, batch, engine):
+            compared, condition = self.describe_baseline(context, batch, baseline)
+            yield self._row(
+                f"decode_speedup_vs_{baseline}", faster, context, prompts, ratio, "x", condition, **compared
+            )
 
     def _prompts(self, context: int, batch: int) -> Tensor:
         """Passages [B, context], each ending at another place of the text that the draft has not seen."""
         length = min(context, self.bench.pair.max_length - self.new_tokens)
+        if length < context:
+            self.tell(f"{context}x{batch}: prompts of {length} tokens, which leave room for {self.new_tokens} new ones")
         places = int(len(self.text) * HELD_OUT)
         ends = [len(self.text) - row * places // batch for row in range(batch)]
         if ends[-1] < length:
@@ -138,19 +147,31 @@ class TextRun(Run):
         return Decode(torch.cat(tokens, dim=1), ended - started, self.new_tokens - 1, 1.0, None)
 
     def _row(
-        self, metric: str, engine: str, context: int, prompts: Tensor, value: float, unit: str, **fields: Any
-    ) -> Row:
+        self, metric: str, engine: str, context: int, prompts: Tensor, value: float, unit: str,
+        condition: str | None = None, **fields: Any,
+    ) -> Row:  # fmt: skip
         batch, length = prompts.shape
         owner = "" if engine == "dustin+" and metric.startswith(("decode_speedup", "step_us")) else f"{engine}/"
         speculative = {"gamma": self.grid.gamma} if engine in MODES else {}
+        conditions = [
+            f"{smol.MODEL} with {smol.DRAFT}",
+            f"prompts of {length} tokens of Moby Dick",
+            f"{self.new_tokens} new tokens a row",
+            "greedy",
+            f"budget {self.bench.pair.config.budget}",
+            self.bench.profile,
+            "nothing synthetic",
+            "decode only",
+            str(self.bench.models.target.dtype).removeprefix("torch."),
+        ]
+        if engine != TRANSFORMERS and not self.config.compile:
+            conditions.append("not compiled")
+        if engine in MODES:
+            conditions += [f"gamma {self.grid.gamma}", self.describe_scoring()]
+        if condition is not None:
+            conditions.append(condition)
         return make_row(
-            f"{metric}/{owner}{self.bench.name}/{context}x{batch}",
-            value,
-            unit,
-            self.device,
-            f"{smol.MODEL} with {smol.DRAFT}, prompts of {length} tokens of Moby Dick, {self.new_tokens} new tokens a "
-            f"row, greedy, budget {self.bench.pair.config.budget}, {self.bench.profile}, nothing synthetic, decode "
-            f"only, {str(self.bench.models.target.dtype).removeprefix('torch.')}",
+            f"{metric}/{owner}{self.bench.name}/{context}x{batch}", value, unit, self.device, ", ".join(conditions),
             pair=self.bench.name, engine=engine, context=context, batch=batch, synthetic=False,
             new_tokens=self.new_tokens, **speculative, **fields,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,9 @@ from dustin_compile import smol
 
 BOOK_PART = (0.70, 0.85)  # behind what the small draft was trained on; the rest is for evaluation
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+DEPTH_ERROR = 0.1  # of the text, by which a needle may miss its depth to lie behind a sentence
 SENTENCE_END = re.compile(r"[.!?][\"'”’]?\s+")
+WORD_END = re.compile(r"\s+")
 # What is hidden, what is asked, and the words of the first that answer the second.
 NEEDLES = (
     (
@@ -72,26 +75,45 @@ def read_book(part: tuple[float, float] = BOOK_PART) -> str:
     return book[low:high]
 
 
-def hide_needles(tokenizer: PreTrainedTokenizerBase, text: str, length: int) -> list[Trial]:
-    """One trial a depth, each with a prompt of about `length` tokens, its needle behind a sentence's end.
+def hide_needles(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    length: int,
+    needles: Sequence[tuple[str, str, str]] = NEEDLES,
+    depths: Sequence[float] = DEPTHS,
+) -> list[Trial]:
+    """One trial for each needle, at the depth that goes with it, with a prompt of about `length` tokens.
+
+    A needle lies behind a sentence's end, or a word's where no sentence ends nearby. Prompts are shorter where the
+    text is.
 
     Raises:
         ValueError: the tokenizer does not say where in a text its tokens are.
     """
-    frames = (_write_prompt(tokenizer, f"{needle} ", question) for needle, question, _ in NEEDLES)
+    frames = (_write_prompt(tokenizer, f"{needle} ", question) for needle, question, _ in needles)
     spans = _tokenize(tokenizer, text)[1]
     room = max(length - max(len(_tokenize(tokenizer, frame)[0]) for frame in frames), 1)
     haystack = text[: spans[min(room, len(spans)) - 1][1]]
-    boundaries = [0, *(match.end() for match in SENTENCE_END.finditer(haystack))]
     trials = []
-    for depth, (needle, question, answer) in zip(DEPTHS, NEEDLES, strict=True):
-        cut = min(boundaries, key=lambda place: abs(place - depth * len(haystack)))
+    for depth, (needle, question, answer) in zip(depths, needles, strict=True):
+        cut = _find_boundary(haystack, depth)
         prompt = _write_prompt(tokenizer, f"{haystack[:cut]}{needle} {haystack[cut:]}", question)
         tokens, spans = _tokenize(tokenizer, prompt)
         first = prompt.index(needle) + needle.index(answer)
         inside = [i for i, (low, high) in enumerate(spans) if low < first + len(answer) and high > first]
         trials.append(Trial(tokens, (inside[0], inside[-1] + 1), answer))
     return trials
+
+
+def _find_boundary(text: str, depth: float) -> int:
+    """The place of a text, nearest to a depth, where a sentence has ended; if none is near, a word; if none, any."""
+    wanted = round(depth * len(text))
+    for boundary in (SENTENCE_END, WORD_END):
+        ends = (match.end() for match in boundary.finditer(text))
+        nearest = min(ends, key=lambda place: abs(place - wanted), default=None)
+        if nearest is not None and abs(nearest - wanted) <= DEPTH_ERROR * len(text):
+            return nearest
+    return wanted
 
 
 def _write_prompt(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> str:

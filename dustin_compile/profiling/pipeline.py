@@ -39,7 +39,7 @@ from dustin_compile.profiling.trajectories import Groups, Recording, choose_leng
 PASSAGES = 6  # of the book, to record
 CHARACTERS = 16  # that a token has at most, on average
 SLACK = 32  # tokens by which a prompt may miss its length
-WORK_VERSION = 1  # of what the phases keep on disk
+WORK_VERSION = 2  # of what the phases keep on disk
 # Shares of budget_seconds after which each phase begins nothing new.
 DEADLINES = {"target heads": 0.4, "draft heads": 0.5, "verification steps": 0.9, "search": 1.0}
 
@@ -162,29 +162,36 @@ def gather_data(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None,
     """Haystacks of a quarter, a half and all of the context, and texts of at most context + 1 tokens.
 
     Raises:
-        ValueError, TypeError: texts is empty, not a sequence of strings, or holds one that is too short.
+        ValueError, TypeError: texts is empty, not a sequence of strings, or holds one that is too short; or there are
+            none, and the book is too short for the context.
     """
     if texts is not None and (isinstance(texts, str) or not all(isinstance(text, str) for text in texts)):
         raise TypeError("texts must be a sequence of strings")
     if texts is not None and not texts:
         raise ValueError("texts is empty")
+    recorded = [tokenizer(text, verbose=False).input_ids[: context + 1] for text in texts or ()]
+    for i, tokens in enumerate(recorded):
+        if len(tokens) < 2 * budget + 2:
+            raise ValueError(f"texts[{i}] has {len(tokens)} tokens; it needs {2 * budget + 2}, for budget={budget}")
     source = read_book() if texts is None else "\n\n".join(texts)
-    haystacks: dict[int, list[Trial]] = {}
-    for length in (context // 4, context // 2, context):
-        trials = hide_needles(tokenizer, source[: CHARACTERS * length], length)
-        if not haystacks or len(trials[0].prompt) > length // 2:  # short texts fill only the shorter ones
-            haystacks[length] = trials
-    if texts is not None:
-        recorded = [tokenizer(text, verbose=False).input_ids[: context + 1] for text in texts]
-        for i, tokens in enumerate(recorded):
-            if len(tokens) < 2 * budget + 2:
-                raise ValueError(f"texts[{i}] has {len(tokens)} tokens; it needs {2 * budget + 2}, for budget={budget}")
-        return Data(haystacks, recorded)
     first = tokenizer("").input_ids  # a BOS token, where the model has one
-    tokens = tokenizer(source, add_special_tokens=False, verbose=False).input_ids
     length = context + 1 - len(first)
-    starts = [i * max(len(tokens) - length, 0) // (PASSAGES - 1) for i in range(PASSAGES)]
-    recorded = [first + tokens[start : start + length] for start in starts]
+    if texts is None:
+        book = tokenizer(source, add_special_tokens=False, verbose=False).input_ids
+        if len(book) < length + PASSAGES - 1:
+            raise ValueError(
+                f"context={context} is too long for the book's part, whose {len(book)} tokens must hold {PASSAGES} "
+                "passages: profile with texts of your own (texts=)"
+            )
+        starts = (i * (len(book) - length) // (PASSAGES - 1) for i in range(PASSAGES))
+        recorded = [first + book[start : start + length] for start in starts]
+    haystacks: dict[int, list[Trial]] = {}
+    for prompt in (context // 4, context // 2, context):
+        trials = hide_needles(tokenizer, source[: CHARACTERS * prompt], prompt)
+        if not haystacks or len(trials[0].prompt) > prompt // 2:  # short texts fill only the shorter ones
+            haystacks[prompt] = trials
+    if texts is not None:
+        return Data(haystacks, recorded)
     needles = [trial.prompt + trial.prompt[slice(*trial.answer)] for trial in haystacks[max(haystacks)]]
     recorded.insert(PASSAGES // 2, needles[1])  # in between, so that a small budget_seconds leaves some of both
     return Data(haystacks, [*recorded, needles[3]])
@@ -247,7 +254,10 @@ class Work:
             def ask(trials: list[Trial] = trials) -> dict[str, Tensor]:
                 return vars(score_heads_on(reader, trials, tokenizer, proceed))
 
-            total.add(HeadScores(**self._keep(phase, f"{phase.replace(' ', '-')}-{length}", ask)))
+            def is_finished(tensors: dict[str, Tensor], trials: list[Trial] = trials) -> bool:
+                return int(tensors["counts"][3]) == len(trials)  # the time was not up before
+
+            total.add(HeadScores(**self._keep(phase, f"{phase.replace(' ', '-')}-{length}", ask, is_finished)))
             asked += len(trials)
             self.progress.update(task, completed=asked)
         return total
@@ -255,6 +265,7 @@ class Work:
     def record_steps(self, readers: tuple[Reader, Reader], groups: tuple[Groups, Groups]) -> Recording:
         """Verification steps on all texts."""
         phase = "verification steps"
+        digest = hashlib.sha256(repr(groups).encode()).hexdigest()[:8]  # where time was short, these may be others
         task = self.progress.add_task(phase, total=len(self.data.texts))
         parts: list[Recording] = []
         for i, (text, lengths) in enumerate(zip(self.data.texts, self.lengths, strict=True)):
@@ -265,7 +276,7 @@ class Work:
                 tokens = torch.tensor(text, device=readers[0].model.device)
                 return vars(record(*readers, groups, tokens, lengths, self.config.gamma))
 
-            parts.append(Recording(**self._keep(phase, f"steps-{i}", run)))
+            parts.append(Recording(**self._keep(phase, f"steps-{digest}-{i}", run)))
             self.progress.advance(task)
         self.recorded_texts = len(parts)
         return Recording.join(parts)
@@ -300,18 +311,28 @@ class Work:
             "seconds": {phase: round(seconds, 2) for phase, seconds in self.seconds.items()},
         }
 
-    def _keep(self, phase: str, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors from disk, made and written there first if they are not."""
+    def _keep(
+        self,
+        phase: str,
+        name: str,
+        make: Callable[[], dict[str, Tensor]],
+        is_finished: Callable[[dict[str, Tensor]], bool] = lambda tensors: True,
+    ) -> dict[str, Tensor]:
+        """Tensors from disk, or made and, if they are finished, written there."""
         path = self.directory / f"{name}.safetensors"
-        if not path.exists():
-            started = time.perf_counter()
-            tensors = make()
-            unfinished = path.with_suffix(".unfinished")
-            save_file(tensors, unfinished, {"seconds": str(time.perf_counter() - started)})
+        if path.exists():
+            with safe_open(path, "pt") as file:
+                self.seconds[phase] += float(file.metadata()["seconds"])
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        started = time.perf_counter()
+        tensors = make()
+        seconds = time.perf_counter() - started
+        self.seconds[phase] += seconds
+        if is_finished(tensors):
+            unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # of this process alone
+            save_file(tensors, unfinished, {"seconds": str(seconds)})
             os.replace(unfinished, path)
-        with safe_open(path, "pt") as file:
-            self.seconds[phase] += float(file.metadata()["seconds"])
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        return tensors
 
 
 def choose_groups(scores: Tensor, model: Fingerprint) -> Groups:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from dustin_compile.quality.engine import Cache, Engine, Keep, Observe, attention, history
-from dustin_compile.quality.selectors import OBSERVED, PAGE, SELECTORS, Selector, Settings, Step, observe_prompt
+from dustin_compile.quality.selectors import (
+    OBSERVED,
+    PAGE,
+    SELECTORS,
+    Selector,
+    Settings,
+    Step,
+    first_set,
+    observe_prompt,
+)
 
 Key = tuple[str, Settings]
 
@@ -50,7 +59,8 @@ def compare_on_text(
     """Verification steps along true texts, at histories of prompt + offset tokens.
 
     As in a real step the draft proposes, greedily, and the target verifies its proposals; every selector sees the same
-    block over the same dense K and V, and the text goes on as it stands.
+    block over the same dense K and V, and the text goes on as it stands. The draft reads its whole cache: no step came
+    before whose set it could read.
 
     Args:
         texts: [B, n] int64, n at least prompt + offset + gamma + 2.
@@ -74,7 +84,7 @@ def compare_on_text(
         lengths = prompts + offset
         at = prompt + offset
         last_queries = ask(target, texts[:, at - 1 : at], lengths - 1, cache)
-        block, draft_queries = propose(draft, texts[:, at], lengths, draft_cache, gamma)
+        block, draft_queries = propose(draft, texts[:, at : at + 1], lengths, draft_cache, gamma)
         step = Step(target, draft, lengths, cache, draft_cache, last_queries, draft_queries, observed, prompts)
         full, queries, step.mass = look(target, block, lengths, cache)
         truth = texts[:, at + 1 : at + gamma + 2]
@@ -99,14 +109,19 @@ def compare_on_text(
             for key, steps in found.items()}  # fmt: skip
 
 
-def propose(draft: Engine, pending: Tensor, lengths: Tensor, cache: Cache, gamma: int) -> tuple[Tensor, list[Tensor]]:
-    """The draft's greedy proposals: the block [B, gamma + 1], pending token first, and the draft's queries."""
-    block = pending[:, None]
+def propose(
+    draft: Engine, tokens: Tensor, start: Tensor, cache: Cache, gamma: int, keep: Keep | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """The draft's greedy proposals behind tokens [B, T] at positions start[b]...
+
+    Returns:
+        tokens and proposals, [B, T + gamma], and the draft's queries of all of these but the last, a layer.
+    """
     for _ in range(gamma):
         queries: list[Tensor] = []
-        logits = draft.run(block, lengths, cache, observe=lambda layer, query, probs: queries.append(query))  # noqa: B023
-        block = torch.cat((block, logits[:, -1:].argmax(-1)), dim=1)
-    return block, queries
+        logits = draft.run(tokens, start, cache, keep, lambda layer, query, probs: queries.append(query))  # noqa: B023
+        tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), dim=1)
+    return tokens, queries
 
 
 def ask(engine: Engine, tokens: Tensor, start: Tensor, cache: Cache) -> list[Tensor]:
@@ -229,6 +244,9 @@ def generate(
 ) -> Generated:
     """Greedy draft-verify generation, where later steps read the K and V that sparse verification wrote.
 
+    Whatever the selector, the draft is that of a compiled pair by default (draft_attention="sparse"): it reads what
+    `hybrid` chose in the step before, and all that came since.
+
     Args:
         prompts: with room for `room_for(new_tokens, gamma, refresh_every)` positions; they stay as they are.
         selector: a name of SELECTORS.
@@ -249,25 +267,28 @@ def generate(
     dense_cache = cache.copy() if measure else cache
     lengths, last_queries = prompt - 1, prompts.last_queries
     refreshed, steps = lengths.clone(), torch.zeros(batch, device=device)
+    before = Step(target, draft, lengths - 1, cache, draft_cache, last_queries, [], prompts.observed, prompt - 1)
+    draft_keep = _with_later(first_set(before, settings), cache, lengths - 1)
     trace: list[tuple[Tensor, Tensor, Tensor]] = []
     count = 0
     while bool((active := lengths + 1 < prompt + new_tokens).any()):
         count += 1
-        block, draft_queries = propose(draft, text[rows, lengths], lengths, draft_cache, gamma)
-        draft.run(block, lengths, draft_cache, write=True)
+        feed = text[rows[:, None], torch.stack((lengths - 1, lengths), dim=1)]  # as graphs.draft.propose does
+        block, draft_queries = propose(draft, feed, lengths - 1, draft_cache, gamma, draft_keep)
+        draft.run(block, lengths - 1, draft_cache, draft_keep, write=True)
+        block, draft_queries = block[:, 1:], [queries[:, :, 1:] for queries in draft_queries]
         if due := [row for row, period in enumerate(periods) if period and count % period == 0]:
             rewrite(target, text, due, refreshed, lengths, cache)
             refreshed[due] = lengths[due]
-        keep = None
-        if len(due) < batch:
-            step = Step(
-                target, draft, lengths, cache, draft_cache, last_queries, draft_queries, prompts.observed, prompt - 1
-            )
-            if selector.startswith("oracle"):
-                step.mass = look(target, block, lengths, cache)[2]
-            keep = SELECTORS[selector](step, settings)
-            if due:
-                keep = _dense_in(keep, torch.isin(rows, torch.tensor(due, device=device)))
+        step = Step(
+            target, draft, lengths, cache, draft_cache, last_queries, draft_queries, prompts.observed, prompt - 1
+        )
+        if selector.startswith("oracle"):
+            step.mass = look(target, block, lengths, cache)[2]
+        keep = SELECTORS[selector](step, settings)
+        if due:
+            keep = _dense_in(keep, torch.isin(rows, torch.tensor(due, device=device)))
+        draft_keep = _with_later(SELECTORS["hybrid"](step, settings), cache, lengths)
         queries: list[Tensor] = []
         observe: Observe = lambda layer, query, probs: queries.append(query)  # noqa: B023, E731
         logits = target.run(block, lengths, cache, keep, observe, write=True)
@@ -315,6 +336,12 @@ def rewrite(engine: Engine, text: Tensor, rows: list[int], start: Tensor, end: T
 def _dense_in(keep: Keep, rows: Tensor) -> Keep:
     """The same, but all in some rows, [B] bool."""
     return lambda layer, query: keep(layer, query) | rows[:, None, None, None]
+
+
+def _with_later(keep: Keep, cache: Cache, lengths: Tensor) -> Keep:
+    """The same, and all positions from lengths[b] on."""
+    later = ~history(cache.key, lengths)
+    return lambda layer, query: keep(layer, query) | later
 
 
 def _round_up(positions: int) -> int:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from dustin_compile.benchmark.results import Row
 
-Key = tuple[str, str, str, int, int | None]
+Key = tuple[str, str, str, int | None, int | None]
 MARKERS = "osv^DXP*<>d"
 SETTINGS = ("sinks", "window", "gamma", "reduce", "heads")  # that the part "sensitivity" varies
 
@@ -76,7 +76,7 @@ def _cell(row: Row) -> str:
 
 
 def _cells(rows: Sequence[Row], metric: str, draft: str) -> tuple[list[str], list[list[str]]]:
-    found = {key: row for key, row in index(rows).items() if key[0] == metric and key[2] == draft and key[4]}
+    found = {key: row for key, row in index(rows).items() if key[0] == metric and key[2] == draft and key[3] and key[4]}
     places = sorted({(key[3], -(key[4] or 0)) for key in found})
     selectors = list(dict.fromkeys(key[1] for key in found))
     body = []

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dustin_compile.benchmark.results import Row, make_row
-from dustin_compile.compatibility import shared_vocab_size
+from dustin_compile.compatibility import max_length, shared_vocab_size
 from dustin_compile.config import DustinConfig
-from dustin_compile.profile import Head, Profile, default_profile
+from dustin_compile.profile import SETTINGS, Head, Profile, checksum, default_profile, find_profile
 from dustin_compile.profiling.fingerprint import fingerprint
-from dustin_compile.profiling.haystack import read_book
+from dustin_compile.profiling.haystack import DEPTHS, read_book
 from dustin_compile.profiling.search import scoring_cost
 from dustin_compile.quality.bootstrap import interval
 from dustin_compile.quality.engine import Engine
@@ -31,7 +33,7 @@ from dustin_compile.quality.evaluate import (
     read_prompts,
     room_for,
 )
-from dustin_compile.quality.prompts import TEST_PART, pad, take_passages, take_trials
+from dustin_compile.quality.prompts import NEEDLES, TEST_PART, TextTooShortError, pad, take_passages, take_trials
 from dustin_compile.quality.selectors import PAGE, SELECTORS, Settings
 
 TAIL = 272  # tokens at a text's end, in which the steps lie
@@ -43,6 +45,9 @@ DRIFT_TOKENS = 1024
 DRIFT_BIN = 64
 REFRESHES = (0, 64, 16)
 FREE_SELECTORS = ("full", "hybrid", "unsmoothed", "oracle", "quest", "snapkv", "history", "streaming", "draft")
+PAIRED = ("history", "draft", "streaming", "snapkv", "quest", "unsmoothed", "sum", "hybrid_3", "oracle")
+TEACHER_FORCED = "teacher forcing, the draft attending densely"
+FREE_RUNNING = "free running, the draft attending sparsely, as by default"
 UNITS = {
     "kl": "nats",
     "delta_loglik": "nats",
@@ -67,7 +72,9 @@ class QualityRun:
         model: its name, for the rows.
         drafts: by name; the first is measured in everything, the others in the main table and in free running.
         tokenizer: of them all.
-        profiles: of a draft's name, where there is one; else `default_profile`.
+        profiles: of a draft's name, one or more, each for its own budget and for those that it is the nearest to. A
+            draft that has none takes the cached profiles that `compile_pair` would take, and without one of these
+            `default_profile`.
         contexts: tokens of the texts, the steps in their last 272 included.
         budgets: positions of the sets.
         prompts: of each kind and context.
@@ -77,17 +84,19 @@ class QualityRun:
         tell: called with messages.
 
     Attributes:
-        left_out: parts that time did not allow, or that the target has too few positions for.
+        left_out: parts that time did not allow, or that the models have too few positions or the text too few tokens
+            for.
 
     Raises:
-        ValueError: a context or budget is out of range, or there is no such part.
+        ValueError: a context or budget is out of range, there is no such part, or a profile is another pair's, does
+            not fit, or is one of two for the same budget.
     """
 
     target: PreTrainedModel
     drafts: dict[str, PreTrainedModel]
     tokenizer: PreTrainedTokenizerBase
     model: str = "target"
-    profiles: dict[str, Profile] = field(default_factory=dict)
+    profiles: Mapping[str, Sequence[Profile]] = field(default_factory=dict)
     contexts: Sequence[int] = (4096, 2048, 8192)
     budgets: Sequence[int] = (512, 256, 128)
     prompts: int = 24
@@ -99,10 +108,15 @@ class QualityRun:
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        limit = self.target.config.max_position_embeddings
+        if strangers := [name for name, found in self.profiles.items() if found and name not in self.drafts]:
+            raise ValueError(f"profiles: {strangers[0]!r} is none of the drafts {', '.join(self.drafts)}")
+        self.positions = min(max_length(self.target, draft) for draft in self.drafts.values())
         for context in self.contexts:
-            if not 2 * TAIL <= context <= limit:
-                raise ValueError(f"contexts: {context} must be in {2 * TAIL}..{limit}, the target's positions")
+            if not 2 * TAIL <= context <= self.positions:
+                raise ValueError(
+                    f"contexts: {context} must be in {2 * TAIL}..{self.positions}, the positions that target and "
+                    "drafts all have"
+                )
         for budget in self.budgets:
             DustinConfig(budget=budget, gamma=self.gamma)
         for part in self.parts:
@@ -114,6 +128,39 @@ class QualityRun:
             raise ValueError(f"gamma={self.gamma} must be at most {TAIL - OFFSETS[-1] - 2}")
         self.middle = 4096 if 4096 in self.contexts else max(self.contexts)
         self.middle_budget = 256 if 256 in self.budgets else min(self.budgets)
+        self.chosen = {(name, budget): self._choose_profile(name, budget)
+                       for name in self.drafts for budget in self.budgets}  # fmt: skip
+        self.differences: dict[tuple[str, str], dict[int, Tensor]] = {}  # see `pool`
+
+    def _choose_profile(self, draft: str, budget: int) -> tuple[Profile, str]:
+        """The profile that a draft has for a budget, or the nearest, and what to call it."""
+        config = DustinConfig(budget=budget, gamma=self.gamma)
+        models = self.target, self.drafts[draft]
+        if profiles := self.profiles.get(draft):
+            budgets = [profile.budget for profile in profiles]
+            if twice := [value for value in budgets if budgets.count(value) > 1]:
+                raise ValueError(f"profiles: {draft} has more than one of budget {twice[0]}")
+            profile = min(profiles, key=lambda found: (found.budget is None, abs((found.budget or 0) - budget)))
+        elif found := find_profile(*models, config):
+            profile = found
+            self.tell(f"{draft}, budget {budget}: using the cached {profile}")
+        else:
+            self.tell(f"{draft}, budget {budget}: no profile: evenly spread layers, half the free budget to the draft")
+            profile = default_profile(models[0].config, models[1].config, config)
+            return dataclasses.replace(profile, **_frame(config)), "default profile"
+        profile.check_models(*models)
+        content = {name: getattr(profile, name) for name in ("target_heads", "draft_heads", "draft_share", *SETTINGS)}
+        name = f"profile {checksum(content)[:8]} of budget {profile.budget or 'any'}"
+        if profile.budget is None:  # made by hand, with the split for each budget
+            profile = dataclasses.replace(profile, **_frame(config))
+        self._fit(profile, config).check(models[0].config, models[1].config, config)
+        return profile, name
+
+    @staticmethod
+    def _fit(profile: Profile, config: DustinConfig) -> Profile:
+        with warnings.catch_warnings():  # every row says for which budget its profile was made
+            warnings.simplefilter("ignore")
+            return profile.fit(config)
 
     def __iter__(self) -> Iterator[Row]:
         self.prose = read_book(TEST_PART) if self.text is None else self.text[len(self.text) // 2 :]
@@ -125,13 +172,19 @@ class QualityRun:
         for engine in self.engines.values():
             engine.vocab_size = self.engine.vocab_size
         started = time.monotonic()
+        self.differences.clear()
         for name, part in self._parts():
             elapsed = time.monotonic() - started
             if elapsed > 60 * self.minutes:
                 self.left_out.append(name)
                 continue
-            yield from part()
+            try:
+                yield from part()
+            except TextTooShortError as error:
+                self.left_out.append(f"{name} ({error})")
+                continue
             self.tell(f"{name}: {time.monotonic() - started - elapsed:.1f} s")
+        yield from self.pool()
         if self.left_out:
             self.tell(f"left out: {', '.join(self.left_out)}")
 
@@ -153,8 +206,9 @@ class QualityRun:
                         yield f"drift, {main}", partial(self.follow_drift, main)
                 case "others":
                     for draft in others:
-                        yield f"table, {draft}, {self.middle}", partial(self.compare, draft, self.middle)
-                        yield f"continuation, {draft}, {self.middle}", partial(self.continue_text, draft, self.middle)
+                        for each in ("table", "continuation", "needles"):
+                            for context in contexts:
+                                yield f"{each}, {draft}, {context}", partial(self.measures[each], draft, context)
 
     @property
     def measures(self) -> dict[str, Callable[[str, int], Iterator[Row]]]:
@@ -167,24 +221,21 @@ class QualityRun:
         }
 
     def _fits(self, part: str, positions: int) -> bool:
-        if positions <= self.target.config.max_position_embeddings:
+        if positions <= self.positions:
             return True
         self.left_out.append(f"{part} (it needs {positions} positions)")
         return False
 
-    def settings(self, draft: str, budget: int, **changes) -> Settings:
-        """The profile's settings at a budget. The draft's share keeps its proportion of what is free."""
-        config = DustinConfig(budget=budget, gamma=self.gamma, **changes)
-        profile = self.profiles.get(draft)
-        if profile is None:
-            profile = default_profile(self.target.config, self.drafts[draft].config, config)
-        else:
-            with warnings.catch_warnings():  # it is measured at other budgets than its own on purpose
-                warnings.simplefilter("ignore")
-                profile = profile.fit(config)
+    def settings(self, draft: str, budget: int, positions: int | None = None, **changes) -> Settings:
+        """What the profile for a budget says, with so many positions (None: the budget) and other settings changed.
+
+        The draft's share keeps its proportion of what is free.
+        """
+        config = DustinConfig(budget=positions or budget, gamma=self.gamma, **changes)
+        profile = self._fit(self.chosen[draft, budget][0], config)
         profile.check(self.target.config, self.drafts[draft].config, config)
         return Settings(
-            budget=budget,
+            budget=config.budget,
             sinks=config.sinks,
             window=config.window,
             draft_share=profile.draft_share,
@@ -203,7 +254,7 @@ class QualityRun:
         found = compare_on_text(
             self.engine, self.engines[draft], texts, prompt, OFFSETS, self.gamma, SELECTORS, settings
         )
-        how = f"teacher forcing, {len(OFFSETS)} steps in the last {TAIL} tokens"
+        how = f"{TEACHER_FORCED}, {len(OFFSETS)} steps in the last {TAIL} tokens"
         for (selector, setting), scores in found.items():
             row = partial(self.row, draft=draft, context=context, budget=setting.budget, selector=selector, how=how)
             for metric in ("kl", "arr", "agreement", "delta_loglik", "positions_read"):
@@ -216,19 +267,39 @@ class QualityRun:
         yield from self.compare_pairs(found, draft, context, how)
 
     def compare_pairs(self, found: dict[Key, Scores], draft: str, context: int, how: str) -> Iterator[Row]:
-        """Paired differences of the hybrid's KL: below 0 it is the better."""
-        kl = {(name, setting.budget): scores.kl.mean(1) for (name, setting), scores in found.items()}
-        for other in ("history", "draft", "streaming", "snapkv", "quest", "unsmoothed"):
-            differences = [kl["hybrid", budget] - kl[other, budget] for budget in self.budgets]
-            row = partial(self.row, f"kl_minus_{other}", draft=draft, context=context, selector="hybrid", how=how)
-            for budget, difference in zip(self.budgets, differences, strict=True):
-                yield row(difference, budget=budget)
-            yield row(torch.stack(differences).mean(0), budget=None)
+        """Paired differences of the hybrid's KL and ARR: it is the better below 0 of the one and above 0 of the other.
+
+        A row for each budget, and one for their mean.
+        """
+        for metric in ("kl", "arr"):
+            marks = {(name, setting.budget): getattr(scores, metric).mean(1)
+                     for (name, setting), scores in found.items()}  # fmt: skip
+            for other in PAIRED:
+                name = f"{metric}_minus_{other}"
+                differences = torch.stack([marks["hybrid", budget] - marks[other, budget] for budget in self.budgets])
+                self.differences.setdefault((draft, name), {})[context] = differences
+                yield from self._rows_by_budget(name, differences, draft=draft, context=context, how=how)
+
+    def pool(self) -> Iterator[Row]:
+        """The same over all contexts measured, where these are more than one."""
+        for (draft, name), by_context in self.differences.items():
+            if len(by_context) > 1:
+                contexts = ", ".join(map(str, by_context))
+                how = f"{TEACHER_FORCED}, mean over contexts {contexts}, whose passages begin at about the same places"
+                mean = torch.stack(list(by_context.values())).mean(0)
+                yield from self._rows_by_budget(name, mean, draft=draft, context=None, how=how)
+
+    def _rows_by_budget(
+        self, metric: str, differences: Tensor, *, draft: str, context: int | None, how: str
+    ) -> Iterator[Row]:
+        """Rows of differences [budgets, prompts] for each budget, and for the mean of them all."""
+        for budget, difference in zip((*self.budgets, None), (*differences, differences.mean(0)), strict=True):
+            yield self.row(metric, difference, draft=draft, context=context, budget=budget, selector="hybrid", how=how)
 
     def compare_bytes(self, draft: str, context: int) -> Iterator[Row]:
         """The hybrid with so many positions that it reads the bytes that Quest reads, its page bounds included."""
         texts, prompt, history = self.passages(context), context - TAIL, context - TAIL + sum(OFFSETS) / len(OFFSETS)
-        how = f"teacher forcing, {len(OFFSETS)} steps in the last {TAIL} tokens"
+        how = f"{TEACHER_FORCED}, {len(OFFSETS)} steps in the last {TAIL} tokens"
 
         def measure(selector: str, settings: list[Settings]) -> list[Scores]:
             found = compare_on_text(
@@ -237,18 +308,19 @@ class QualityRun:
             )  # fmt: skip
             return [found[selector, setting] for setting in settings]
 
-        base = self.settings(draft, self.budgets[0])
         models = fingerprint(self.target), fingerprint(self.drafts[draft])
-        scoring = history * scoring_cost(base.target_heads, base.draft_heads, *models)
         bounds = history / PAGE  # two keys a page, and as many bytes as K and V of one position
-        quest = measure("quest", [self.settings(draft, budget) for budget in self.budgets])
-        totals = [float(scores.positions_read.mean()) + bounds for scores in quest]
-        # Where scores cost more than all that Quest reads, there is nothing left to compare with.
-        affordable = [total - scoring >= base.sinks + base.window for total in totals]
-        parts = zip(self.budgets, totals, quest, affordable, strict=True)
-        compared = [(budget, total, scores) for budget, total, scores, fits in parts if fits]
-        hybrid = measure("hybrid", [self.settings(draft, round(total - scoring)) for _, total, _ in compared])
-        for (budget, total, theirs), ours in zip(compared, hybrid, strict=True):
+        bases = [self.settings(draft, budget) for budget in self.budgets]
+        compared = []
+        for base, scores in zip(bases, measure("quest", bases), strict=True):
+            total = float(scores.positions_read.mean()) + bounds
+            scoring = history * scoring_cost(base.target_heads, base.draft_heads, *models)
+            # Where scores cost more than all that Quest reads, there is nothing left to compare with.
+            if total - scoring >= base.sinks + base.window:
+                compared.append((base.budget, total, scoring, scores))
+        positions = [self.settings(draft, budget, round(total - scoring)) for budget, total, scoring, _ in compared]
+        hybrid = measure("hybrid", positions)
+        for (budget, total, scoring, theirs), ours in zip(compared, hybrid, strict=True):
             row = partial(
                 self.row, draft=draft, context=context, budget=budget, positions=round(total),
                 how=f"{how}; both read the bytes of K and V of {total:.0f} positions, of which page bounds "
@@ -269,7 +341,7 @@ class QualityRun:
         found = compare_on_text(
             self.engine, self.engines[draft], texts, self.middle, steps, self.gamma, selectors, settings
         )
-        how = "teacher forcing, 4 steps in the last 24 tokens of an age; prompt of the whole context"
+        how = f"{TEACHER_FORCED}, 4 steps in the last 24 tokens of an age; prompt of the whole context"
         for index, age in enumerate(ages):
             at = slice(4 * index, 4 * index + 4)
             for setting in settings:
@@ -289,7 +361,8 @@ class QualityRun:
             right = [float(trial.text.lower() in answer.lower()) for trial, answer in zip(trials, answers, strict=True)]
             yield self.row(
                 "needle", torch.tensor(right), draft=draft, context=context, budget=setting.budget, selector=selector,
-                how=f"free running, {ANSWER_TOKENS} tokens",
+                how=f"{FREE_RUNNING}, {ANSWER_TOKENS} tokens; {len(NEEDLES)} needles that no profile was made with, at "
+                f"{len(DEPTHS)} depths",
             )  # fmt: skip
 
     def continue_text(self, draft: str, context: int) -> Iterator[Row]:
@@ -301,7 +374,7 @@ class QualityRun:
             reference = out.tokens if reference is None else reference  # the full cache comes first
             row = partial(
                 self.row, draft=draft, context=context, budget=setting.budget, selector=selector,
-                how=f"free running, {CONTINUED_TOKENS} tokens",
+                how=f"{FREE_RUNNING}, {CONTINUED_TOKENS} tokens",
             )  # fmt: skip
             yield row("tokens_per_step", out.tokens_per_step)
             same = (out.tokens == reference).long().cumprod(1)
@@ -315,9 +388,7 @@ class QualityRun:
         for selector in FREE_SELECTORS:
             for budget in self.budgets:
                 setting = self.settings(draft, budget)
-                if selector != "full" or budget == self.budgets[0]:  # no budget changes what the full cache gives
-                    out = generate(read, new_tokens, self.gamma, selector, setting)
-                yield selector, setting, out
+                yield selector, setting, generate(read, new_tokens, self.gamma, selector, setting)
 
     def _cut(self, tokens: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
@@ -347,7 +418,7 @@ class QualityRun:
                 {selector: SELECTORS[selector]}, settings,
             )  # fmt: skip
             for name, value, setting in varied:
-                how = f"teacher forcing, {len(OFFSETS) // 2} steps, {name} {value}"
+                how = f"{TEACHER_FORCED}, {len(OFFSETS) // 2} steps, {name} {value}"
                 if name == "heads":
                     how += f", the best by ARR of their own on {HEAD_PASSAGES} other passages: {setting.target_heads}"
                 for metric in ("kl", "arr"):
@@ -381,16 +452,32 @@ class QualityRun:
         periods = [refresh for refresh in REFRESHES for _ in range(self.prompts)]
         out = generate(read, DRIFT_TOKENS, self.gamma, "hybrid", setting, periods, measure=True)
         assert out.places is not None and out.kl is not None and out.active is not None  # measure=True gives them
+        places, kl, active = out.places, out.kl, out.active
+
+        def means(first: int, last: int) -> dict[int, Tensor]:
+            """Mean KL of the steps that begin at new tokens first..last - 1, a prompt, by refresh_every."""
+            inside = (places >= first) & (places < last) & active
+            by_row = (kl * inside).sum(0) / inside.sum(0).clamp(min=1)
+            return dict(zip(REFRESHES, by_row.split(self.prompts), strict=True))
+
         for first in range(0, DRIFT_TOKENS, DRIFT_BIN):
-            inside = (out.places >= first) & (out.places < first + DRIFT_BIN) & out.active
-            means = (out.kl * inside).sum(0) / inside.sum(0).clamp(min=1)
-            for refresh_every, by_prompt in zip(REFRESHES, means.split(self.prompts), strict=True):
+            for refresh_every, by_prompt in means(first, first + DRIFT_BIN).items():
                 yield self.row(
                     "kl_drift", by_prompt, draft=draft, context=self.middle, budget=setting.budget, selector="hybrid",
                     suffix=f"/refresh{refresh_every}/{first + DRIFT_BIN}",
-                    how=f"free running, steps that begin at new tokens {first}..{first + DRIFT_BIN - 1}, "
+                    how=f"{FREE_RUNNING}, steps that begin at new tokens {first}..{first + DRIFT_BIN - 1}, "
                     f"refresh_every {refresh_every}; the dense model reads the same text",
                     refresh_every=refresh_every, new_tokens=first + DRIFT_BIN,
+                )  # fmt: skip
+        for first in (0, DRIFT_TOKENS // 2):
+            found = means(first, DRIFT_TOKENS)
+            for base, other in itertools.combinations(REFRESHES, 2):
+                yield self.row(
+                    f"kl_drift_minus_refresh{base}", found[other] - found[base], draft=draft, context=self.middle,
+                    budget=setting.budget, selector="hybrid", suffix=f"/refresh{other}/{first}-{DRIFT_TOKENS}",
+                    how=f"{FREE_RUNNING}, steps that begin at new tokens {first}..{DRIFT_TOKENS - 1}; refresh_every "
+                    f"{other} minus {base}, by prompt: below 0 the former is the better; each reads its own text",
+                    refresh_every=other, new_tokens=DRIFT_TOKENS,
                 )  # fmt: skip
 
     def row(
@@ -399,7 +486,7 @@ class QualityRun:
         by_prompt: Tensor,
         *,
         draft: str,
-        context: int,
+        context: int | None,
         budget: int | None,
         selector: str,
         how: str,
@@ -408,18 +495,16 @@ class QualityRun:
     ) -> Row:
         """A mean over prompts with its interval."""
         value, low, high = interval(by_prompt.numpy())
-        base = self.settings(draft, self.budgets[0])
-        share = f"{base.draft_share} of {base.free} free positions to the draft at budget {base.budget}"
-        profile = "profile" if draft in self.profiles else "default profile"
+        profiles = "; ".join(self._describe_profile(draft, each) for each in ([budget] if budget else self.budgets))
         unit = next((unit for name, unit in UNITS.items() if metric.startswith(name)), "share")
         prose = "of the end of Moby Dick, which overlap" if self.text is None else "of a text given"
         return make_row(
-            f"quality/{metric}/{selector}/{draft}/{context}/{budget or 'all'}{suffix}",
+            f"quality/{metric}/{selector}/{draft}/{context or 'all'}/{budget or 'all'}{suffix}",
             value,
             unit,
             self.engine.device,
             f"{how}; {len(by_prompt)} prompts {prose}; {str(self.engine.dtype).removeprefix('torch.')}, "
-            f"γ {fields.get('gamma', self.gamma)}, {profile}: {share}; 95% bootstrap interval over prompts",
+            f"γ {fields.get('gamma', self.gamma)}, {profiles}; 95% bootstrap interval over prompts",
             model=self.model,
             draft=draft,
             selector=selector,
@@ -431,3 +516,18 @@ class QualityRun:
             prompts=len(by_prompt),
             **fields,
         )
+
+    def _describe_profile(self, draft: str, budget: int) -> str:
+        """The profile of a draft at a budget: its name, its layers, and the split that it gives."""
+        setting = self.settings(draft, budget)
+        target, ahead = (", ".join(map(str, sorted({layer for layer, _ in heads})))
+                         for heads in (setting.target_heads, setting.draft_heads))  # fmt: skip
+        return (
+            f"{self.chosen[draft, budget][1]}: target layers {target}, draft layers {ahead}, {setting.draft_share} of "
+            f"{setting.free} free positions to the draft at budget {budget}"
+        )
+
+
+def _frame(config: DustinConfig) -> dict[str, Any]:
+    """The settings that a split is a proportion of."""
+    return {name: getattr(config, name) for name in ("budget", "sinks", "window")}

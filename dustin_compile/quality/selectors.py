@@ -132,6 +132,12 @@ def hybrid(step: Step, settings: Settings) -> Keep:
     return _everywhere(choose(step, settings, ahead, step.target_scores(settings.target_heads), settings.draft_share))
 
 
+def first_set(step: Step, settings: Settings) -> Keep:
+    """What the draft reads in its first step, where no look-ahead was yet: the target's choice, not smoothed."""
+    scores = step.target_scores(settings.target_heads, raw=True)
+    return _everywhere(choose(step, settings, scores, scores, 0))
+
+
 def history(step: Step, settings: Settings) -> Keep:
     """The target's history alone."""
     scores = step.target_scores(settings.target_heads)
