@@ -40,7 +40,8 @@ def compile_by_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(purpose: str, device: torch.device) -> torch.cuda.Stream:
+    """One for each purpose: cuBLAS keeps 32 MiB for every stream that it has run on."""
     return torch.cuda.Stream(device)
 
 
@@ -52,7 +53,7 @@ def launch_beside(function: Callable[[], Tensor], device: torch.device) -> Calla
     if device.type != "cuda":
         result = function()
         return lambda: result
-    current, side = torch.cuda.current_stream(device), _side_stream(device)
+    current, side = torch.cuda.current_stream(device), _stream("beside", device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         result = function()
@@ -70,7 +71,7 @@ def capture(function: Callable[[], None], warmups: int = 2) -> Callable[[], None
 
     The function runs `warmups` times first, eagerly, which compiles whatever is not compiled yet.
     """
-    stream = torch.cuda.Stream()
+    stream = _stream("warm up", torch.device("cuda", torch.cuda.current_device()))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(warmups):
