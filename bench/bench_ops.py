@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shapes import CACHES, CALLS, ERROR, ROUNDS, Shape
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dustin_compile.benchmark.pairs import SHAPES
 from dustin_compile.benchmark.results import RESULTS, append_rows, make_row
 from dustin_compile.graphs.capture import capture
 from dustin_compile.ops.append_kv import append_kv, append_kv_reference
@@ -29,22 +31,7 @@ from dustin_compile.ops.sparse_attention import sparse_attention, sparse_attenti
 PAGE = 16  # positions, of FlashInfer's paged cache
 SPARE = 64  # positions behind the context, for the block
 COLD = 200e6  # bytes of inputs that take turns, far more than the 50 MB of L2
-PRODUCTS = {  # a layer's, and the logits': outputs, depth
-    "qwen2.5-0.5b": {
-        "qkv": (1152, 896),
-        "o": (896, 896),
-        "gate_up": (9728, 896),
-        "down": (896, 4864),
-        "lm_head": (151936, 896),
-    },
-    "qwen2.5-7b": {
-        "qkv": (4608, 3584),
-        "o": (3584, 3584),
-        "gate_up": (37888, 3584),
-        "down": (3584, 18944),
-        "lm_head": (152064, 3584),
-    },
-}
+LINEAR_MODELS = {"qwen2.5-0.5b": SHAPES["qwen2.5-7b"].draft, "qwen2.5-7b": SHAPES["qwen2.5-7b"].target}
 
 
 @lru_cache(maxsize=1)
@@ -355,7 +342,7 @@ def test_select_tiered(shape, device, start, time_op):
 def test_linear(model, rows, product, op, device, dtype, measured, time_calls):
     """The products of few rows with a layer's weights, and torch's, which are cuBLAS's, followed by SwiGLU."""
     timed = measured.bandwidth is not None
-    outputs, depth = PRODUCTS[model][product] if timed else (64, 48)
+    outputs, depth = product_sizes(LINEAR_MODELS[model])[product] if timed else (64, 48)
     turns = max(2, math.ceil(COLD / (outputs * depth * dtype.itemsize))) if timed else 1
     gated = product == "gate_up"
     torch.manual_seed(0)
@@ -390,3 +377,16 @@ def test_linear(model, rows, product, op, device, dtype, measured, time_calls):
 def swiglu(product: Tensor) -> Tensor:
     gate, up = product.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def product_sizes(sizes: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Outputs and depth of a layer's products, and of the logits'."""
+    hidden, inner, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
+    head_dim = hidden // heads
+    return {
+        "qkv": ((heads + 2 * sizes["num_key_value_heads"]) * head_dim, hidden),
+        "o": (hidden, heads * head_dim),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "lm_head": (sizes["vocab_size"], hidden),
+    }

@@ -31,7 +31,6 @@ from dustin_compile.kv_cache import MemoryPlan, plan_memory
 
 HEADROOM = 256  # positions behind the context for what the timed steps commit
 STEP_ERROR = 0.02  # relative, of queries, keys and values: of a replay against a call
-PARTS = ("draft", "score", "select", "verify", "accept")
 BASELINES = (VANILLA, "classic", TRANSFORMERS)
 
 

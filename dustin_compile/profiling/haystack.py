@@ -15,6 +15,7 @@ BOOK_PART = (0.70, 0.85)  # behind what the small draft was trained on; the rest
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 DEPTH_ERROR = 0.1  # of the text, by which a needle may miss its depth to lie behind a sentence
 SENTENCE_END = re.compile(r"[.!?][\"'”’]?\s+")
+SLACK = 32  # tokens by which a prompt may miss its length
 WORD_END = re.compile(r"\s+")
 # What is hidden, what is asked, and the words of the first that answer the second.
 NEEDLES = (

@@ -29,7 +29,7 @@ from dustin_compile.pair import resolve_pair
 from dustin_compile.paths import cache_directory
 from dustin_compile.profile import Head, Profile, cached_path
 from dustin_compile.profiling.fingerprint import Fingerprint, fingerprint
-from dustin_compile.profiling.haystack import Trial, hide_needles, read_book
+from dustin_compile.profiling.haystack import SLACK, Trial, hide_needles, read_book
 from dustin_compile.profiling.plots import plot_search
 from dustin_compile.profiling.reader import Reader
 from dustin_compile.profiling.retrieval_heads import ANSWER_TOKENS, HeadScores, score_heads_on, top_heads
@@ -38,7 +38,6 @@ from dustin_compile.profiling.trajectories import Groups, Recording, choose_leng
 
 PASSAGES = 6  # of the book, to record
 CHARACTERS = 16  # that a token has at most, on average
-SLACK = 32  # tokens by which a prompt may miss its length
 WORK_VERSION = 2  # of what the phases keep on disk
 # Shares of budget_seconds after which each phase begins nothing new.
 DEADLINES = {"target heads": 0.4, "draft heads": 0.5, "verification steps": 0.9, "search": 1.0}

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dustin_compile.profiling.haystack import DEPTHS, Trial, hide_needles
+from dustin_compile.profiling.haystack import DEPTHS, SLACK, Trial, hide_needles
 
 TEST_PART = (0.85, 1.0)  # of the book: neither the small draft nor a profile was made with it
 CHARACTERS = 8  # a token, at most, on average
-SLACK = 32  # tokens by which a prompt may miss its length
 # As in profiling.haystack, whose needles profiles are made with; a number of them that DEPTHS' does not divide.
 NEEDLES = (
     (
