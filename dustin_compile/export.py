@@ -40,6 +40,7 @@ from dustin_compile.runtime import (
     VERSION,
     WEIGHTS,
     describe_platform,
+    find_tensorrt,
     hash_file,
 )
 
@@ -436,8 +437,11 @@ def _build_engines(programs: Programs, progress: Callable[[str], None]) -> None:
         import torch_tensorrt
     except ImportError:
         raise ImportError(INSTALL_TENSORRT) from None
+    flavour, _ = find_tensorrt()
     for count, (path, (program, inputs)) in enumerate(programs.items(), 1):
         progress(f"building engine {count} of {len(programs)}")
+        if flavour == "tensorrt_rtx" and inputs[0].dtype == torch.float32:
+            program = program.run_decompositions({torch.ops.aten.linear.default: _sum_products})
         try:
             engine = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
                 program,
@@ -450,6 +454,12 @@ def _build_engines(programs: Programs, progress: Callable[[str], None]) -> None:
         except (RuntimeError, AssertionError) as error:  # it asserts that TensorRT gave an engine
             raise BuildError(f"TensorRT built no engine, its log says why: {error}") from error
         path.write_bytes(bytes(engine))
+
+
+def _sum_products(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer in fp32, where TensorRT-RTX's own products of matrices are in TF32 whatever it is told."""
+    output = (input[..., None, :] * weight).sum(-1)
+    return output if bias is None else output + bias
 
 
 BUILDERS: dict[Backend, Callable[[Programs, Callable[[str], None]], None]] = {

@@ -131,6 +131,8 @@ class Engine:
         if self.engine is None:
             raise ExportError(f"{path}: TensorRT {trt.__version__} cannot read this engine")
         self.context = self.engine.create_execution_context()
+        if self.context is None:
+            raise ExportError(f"{path}: TensorRT {trt.__version__} cannot run this engine; its log above says why")
         names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         is_input = {name: self.engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}
         self.inputs = sorted((name for name in names if is_input[name]), key=_number)

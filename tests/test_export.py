@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -298,6 +299,35 @@ def test_without_tensorrt_the_error_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("flavour", "dtype", "exact"),
+    [
+        ("tensorrt_rtx", torch.float32, True),
+        ("tensorrt_rtx", torch.bfloat16, False),
+        ("tensorrt", torch.float32, False),  # can be told to multiply in fp32
+    ],
+)
+def test_tensorrt_rtx_multiplies_fp32_without_its_own_products(monkeypatch, tmp_path, flavour, dtype, exact):
+    given = []
+
+    def convert(program, **options):
+        given.append((program, options["disable_tf32"]))
+        return b"engine"
+
+    tensorrt = SimpleNamespace(dynamo=SimpleNamespace(convert_exported_program_to_serialized_trt_engine=convert))
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", tensorrt)
+    monkeypatch.setattr(export, "find_tensorrt", lambda: (flavour, None))
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 32, bias=False)).to(dtype)
+    x = torch.randn(1, 5, 64, dtype=dtype)
+    export.BUILDERS["tensorrt"]({tmp_path / "x.engine": (torch.export.export(linear, (x,)), (x,))}, print)
+    [(program, disable_tf32)] = given
+    assert disable_tf32
+    products = program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert len(products) == (0 if exact else 2)
+    torch.testing.assert_close(program.module()(x), linear(x))
+
+
+@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"batch": 0}, ValueError, "batch=0 must be an integer of at least 1, or several"),
@@ -396,7 +426,7 @@ def test_many_alternating_requests_leave_gpu_memory_flat(export_tiny, backend):
 
     def used():
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
+        free, _ = torch.cuda.mem_get_info()  # of the whole GPU, which must have no other processes: engines count, too
         return torch.cuda.memory_allocated(), -free
 
     for i in range(CALLS):
