@@ -31,10 +31,11 @@ from dustin_compile.benchmark.results import RESULTS, append_rows, read_rows
 from dustin_compile.benchmark.text import TextRun
 from dustin_compile.config import AttentionMode, DustinConfig
 from dustin_compile.demo import COMPARE_STAGES, Comparison, compare, decode_rate
-from dustin_compile.export import Backend, BuildError, export_pair
+from dustin_compile.export import Backend, export_pair
 from dustin_compile.generation import Pair
 from dustin_compile.layer_skip import layer_skip as skip_layers
 from dustin_compile.loading import LoadedPair, choose_place, load_pair
+from dustin_compile.packages import BuildError
 from dustin_compile.pair import compile_pair, resolve_pair
 from dustin_compile.profile import Profile
 from dustin_compile.profiling.pipeline import profile_pair

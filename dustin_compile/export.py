@@ -30,7 +30,7 @@ from transformers import AttentionInterface
 
 from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel, PassingCache, plain_products
 from dustin_compile.config import DustinConfig
-from dustin_compile.packages import build_packages
+from dustin_compile.packages import BuildError, build_packages
 from dustin_compile.profile import checksum
 from dustin_compile.runtime import (
     FORMAT,
@@ -50,10 +50,6 @@ if TYPE_CHECKING:
 Backend = Literal["aot-inductor", "tensorrt"]
 SUFFIXES: dict[Backend, str] = {"aot-inductor": ".pt2", "tensorrt": ".engine"}
 ATTENTION_NAME = "dustin_compile_export"
-
-
-class BuildError(RuntimeError):
-    """A backend did not compile a program; the message has what it said."""
 
 
 @dataclasses.dataclass
@@ -426,10 +422,7 @@ Programs = Mapping[Path, tuple[ExportedProgram, tuple[Tensor, ...]]]
 
 
 def _build_packages(programs: Programs, progress: Callable[[str], None]) -> None:
-    try:
-        build_packages({path: program for path, (program, _) in programs.items()}, progress)
-    except RuntimeError as error:
-        raise BuildError(str(error)) from error
+    build_packages({path: program for path, (program, _) in programs.items()}, progress)
 
 
 def _build_engines(programs: Programs, progress: Callable[[str], None]) -> None:

@@ -27,11 +27,15 @@ if sys.platform == "linux":
     OPTIONS["aot_inductor.custom_op_libs"] = [":libstdc++.so.6"]
 
 
+class BuildError(RuntimeError):
+    """A backend did not compile a program; the message has what it said."""
+
+
 def build_packages(programs: Mapping[Path, ExportedProgram], progress: Callable[[str], None]) -> None:
     """Compile programs to packages at the given paths, on all cores that this process may use.
 
     Raises:
-        RuntimeError: a compilation failed; the end of what it printed is in the message.
+        BuildError: a compilation failed; the end of what it printed is in the message.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     count = min(len(programs), cores)
@@ -78,7 +82,7 @@ def _wait(running: list[subprocess.Popen], folder: Path, packages: list[Path], p
         for number, process in enumerate(running):
             if process.returncode:
                 log = (folder / f"{number}.log").read_text()
-                raise RuntimeError(f"AOTInductor failed with exit status {process.returncode}: {log[-4000:]}")
+                raise BuildError(f"AOTInductor failed with exit status {process.returncode}: {log[-4000:]}")
         if (found := sum(package.exists() for package in packages)) > built:
             built = found
             progress(f"compiled {built} of {len(packages)} programs in {time.monotonic() - begin:.0f} s")

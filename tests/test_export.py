@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from dustin_compile import DustinConfig, ExportError, export, load_exported, runtime, smol
 from dustin_compile.cli import app
+from dustin_compile.packages import BuildError
 
 MAX_LENGTH = 256
 CALLS = 1000  # on a GPU; traps table, 31
@@ -495,7 +496,7 @@ def test_the_export_command(tokenizer, tmp_path, monkeypatch):
     assert (seen[0][0].refresh_every, seen[0][0].prefill_chunk, seen[0][1]["batch"]) == (2, 64, [1, 4])
 
     def fail(programs, progress):
-        raise RuntimeError("AOTInductor failed: no compiler")
+        raise BuildError("AOTInductor failed: no compiler")
 
     monkeypatch.setattr(export, "build_packages", fail)
     arguments[arguments.index("--out") + 1] = str(tmp_path / "failed")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dustin_compile.packages import build_packages
+from dustin_compile.packages import BuildError, build_packages
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def write_compiler(tmp_path, monkeypatch, script):
 def test_a_failed_compilation_ends_the_others_and_says_why(programs, tmp_path, monkeypatch):
     monkeypatch.setattr("dustin_compile.packages.os.sched_getaffinity", lambda process: {0, 1})
     write_compiler(tmp_path, monkeypatch, 'case "$3" in */0.pt2) sleep 60;; *) echo "no such register"; exit 3;; esac')
-    with pytest.raises(RuntimeError, match="exit status 3: no such register"):
+    with pytest.raises(BuildError, match="exit status 3: no such register"):
         build_packages(programs, lambda message: None)
 
 
