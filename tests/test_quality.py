@@ -170,6 +170,11 @@ def test_a_planted_needle_is_found(step):
         assert (kept[:, 2, 0, 77] == found).all(), name
     kept = SELECTORS["quest"](planted, SETTINGS)(1, step.last_queries[1])
     assert kept[:, 2, 0, 77].all()
+    block = torch.randn(2, 4, GAMMA + 1, 16)
+    block[:, 2] = query[:, None]
+    keep = SELECTORS["reselect"](planted, SETTINGS)
+    before = keep(0, block)
+    assert keep(1, block)[..., 77].all() and torch.equal(keep(0, block), before)
     alone = dataclasses.replace(SETTINGS, target_heads=((1, 2),))
     kept = {name: SELECTORS[name](planted, alone)(1, step.last_queries[1]) for name in ("hybrid", "unsmoothed")}
     neighbours = slice(77 - NEIGHBOURS // 2, 77 + NEIGHBOURS // 2 + 1)

@@ -193,6 +193,27 @@ def hybrid_3(step: Step, settings: Settings) -> Keep:
     return _by_group(step, sets)
 
 
+def reselect(step: Step, settings: Settings) -> Keep:
+    """The hybrid, chosen anew in each layer with target heads, by what these attend to with the block's own queries."""
+    by_layer: dict[int, list[int]] = {}
+    for layer, head in settings.target_heads:
+        by_layer.setdefault(layer, []).append(head)
+    first = hybrid(step, settings)
+    chosen = first(0, step.last_queries[0])
+
+    def keep(layer: int, query: Tensor) -> Tensor:
+        nonlocal chosen
+        if layer == 0:  # of a new pass, which asks for the layers in their order
+            chosen = first(0, query)
+        if layer in by_layer:
+            probs = attention(query, step.cache.key[layer], step.lengths, step.target.scale)
+            scores = probs[:, by_layer[layer]].mean((1, 2))
+            chosen = choose(step, settings, scores, scores, 0)
+        return chosen
+
+    return keep
+
+
 def snapkv(step: Step, settings: Settings) -> Keep:
     """SnapKV (arXiv 2404.14469): a set for each KV head, chosen once at the prompt's end, and the window."""
     place = torch.arange(step.cache.key.shape[3], device=step.lengths.device)
@@ -252,6 +273,7 @@ SELECTORS: dict[str, Selector] = {
     "oracle_3": oracle_3,
     "hybrid_3": hybrid_3,
     "unsmoothed": unsmoothed,
+    "reselect": reselect,
 }
 
 
