@@ -1,4 +1,4 @@
-"""The command line: dustin-compile demo, compare and generate."""
+"""The command line, dustin-compile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import torch
 import typer
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dustin_compile import smol
@@ -31,19 +31,19 @@ from dustin_compile.benchmark.results import RESULTS, append_rows, read_rows
 from dustin_compile.benchmark.text import TextRun
 from dustin_compile.config import AttentionMode, DustinConfig
 from dustin_compile.demo import COMPARE_STAGES, Comparison, compare, decode_rate
-from dustin_compile.export import Backend, export_pair
+from dustin_compile.export import Backend, check_export, export_pair
 from dustin_compile.generation import Pair
 from dustin_compile.layer_skip import layer_skip as skip_layers
 from dustin_compile.loading import LoadedPair, choose_place, load_pair
 from dustin_compile.packages import BuildError
 from dustin_compile.pair import compile_pair, resolve_pair
 from dustin_compile.profile import Profile
-from dustin_compile.profiling.pipeline import profile_pair
+from dustin_compile.profiling.pipeline import is_cut, profile_pair
 from dustin_compile.quality.report import draw_plots as draw_quality
 from dustin_compile.quality.report import make_sensitivity_table
 from dustin_compile.quality.report import make_table as make_quality_table
 from dustin_compile.quality.run import KEPT_LAYERS, PARTS, SKIPPING, QualityRun
-from dustin_compile.runtime import load_exported
+from dustin_compile.runtime import load_exported, read_manifest
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -116,7 +116,7 @@ def compare_command(
         config = DustinConfig(gamma=gamma, budget=budget, compile=compile)
         stage("loading")
         pair = _load(target, draft, device, dtype)
-        input_ids = pair.tokenizer(prompt_file.read(), return_tensors="pt").input_ids
+        input_ids = pair.tokenizer(_read_text("--prompt-file", prompt_file), return_tensors="pt").input_ids
         comparison = compare(pair, input_ids, max_new_tokens, config, stage)
     _report(target, draft, pair, input_ids, config, comparison, time.perf_counter() - started, as_json)
 
@@ -155,12 +155,12 @@ def generate(
             given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
             if given:
                 raise ValueError(f"{', '.join(given)}: what was exported has its own")
-            stage("loading")
-            pair = deployed = load_exported(exported)
-            name = tokenizer or deployed.tokenizer
+            name = tokenizer or read_manifest(exported)["tokenizer"]
             if name is None:
                 raise ValueError(f"{exported} names no tokenizer: give --tokenizer")
+            stage("loading")
             text_tokenizer = AutoTokenizer.from_pretrained(name)
+            pair = load_exported(exported)
         else:
             if target is None or draft is None or tokenizer is not None:
                 raise ValueError("give --target and --draft, or --exported and perhaps --tokenizer")
@@ -175,7 +175,7 @@ def generate(
                 tokenizer=loaded.tokenizer,
                 assistant_tokenizer=loaded.assistant_tokenizer,
             )
-        input_ids = text_tokenizer(prompt_file.read(), return_tensors="pt").input_ids
+        input_ids = text_tokenizer(_read_text("--prompt-file", prompt_file), return_tensors="pt").input_ids
         stage("generating")
         output = pair.generate(
             input_ids,
@@ -217,7 +217,7 @@ def export_command(
     target: TargetOption,
     draft: DraftOption,
     out: Annotated[Path, typer.Option(help="New or empty directory.")],
-    backend: Annotated[Backend, typer.Option(help="aot-inductor needs torch alone.")] = "tensorrt",
+    backend: Annotated[Backend, typer.Option(help="aot-inductor needs a C++ compiler, not TensorRT.")] = "tensorrt",
     batch: Annotated[list[int], typer.Option(help="Rows of a request; may be repeated.")] = [1],  # noqa: B006
     max_length: Annotated[int, typer.Option(help="Tokens that a row may have, prompt included.")] = 8192,
     profile: Annotated[Path | None, typer.Option(help="File of the pair's profile; default: the cached one.")] = None,
@@ -238,6 +238,11 @@ def export_command(
         config = DustinConfig(
             gamma=gamma, budget=budget, verify=verify, refresh_every=refresh_every, prefill_chunk=prefill_chunk
         )
+        place, _ = choose_place(*_place(device, dtype))
+        configs = [AutoConfig.from_pretrained(name) for name in (target, draft)]
+        # What has no such limit is no supported model, which compile_pair says.
+        positions = min(getattr(each, "max_position_embeddings", max_length) for each in configs)
+        check_export(out, backend=backend, batch=batch, max_length=max_length, device=place, positions=positions)
         stage("loading")
         pair = _load(target, draft, device, dtype)
         compiled = compile_pair(
@@ -264,7 +269,7 @@ def profile_command(
     text_file: Annotated[
         list[typer.FileText] | None, typer.Option(help="Prose to profile with; may be repeated. Default: Moby Dick.")
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of the longest texts.")] = 4096,
+    context: Annotated[int, typer.Option(help="Tokens of the passages to read.")] = 4096,
     budget: BudgetOption = 512,
     gamma: GammaOption = 4,
     budget_seconds: Annotated[float | None, typer.Option(help="Begin nothing new after so many seconds.")] = None,
@@ -285,14 +290,17 @@ def profile_command(
             raise ValueError("--target and --draft go together")
         if layer_skip and target is not None:
             raise ValueError(f"--layer-skip is of {smol.MODEL}, without --target and --draft")
+        if out is not None and out.is_dir():
+            raise ValueError(f"--out {out} is a directory")
         config = DustinConfig(gamma=gamma, budget=budget)
+        texts = [_read_text("--text-file", file) for file in text_file or ()]
         pair = _load(target or smol.target_directory(), draft or smol.draft_directory(), device, dtype)
         draft_name = SKIPPING if layer_skip else draft or smol.DRAFT
         profile = profile_pair(
             pair.target,
             skip_layers(pair.target, KEPT_LAYERS) if layer_skip else pair.draft,
             config=config,
-            texts=[file.read() for file in text_file] if text_file else None,
+            texts=texts or None,
             tokenizer=pair.tokenizer,
             assistant_tokenizer=pair.assistant_tokenizer,
             context=context,
@@ -318,6 +326,12 @@ def profile_command(
             console.print(f"The {role} answered no question about a needle: answers fed to it had to do.")
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in record["seconds"].items())
     console.print(f"{record['steps']} steps on {record['texts']} texts; {seconds}.", soft_wrap=True)
+    if is_cut(profile):
+        haystacks = ", ".join(f"{count} ({role})" for role, count in record["haystacks"].items())
+        console.print(
+            f"Cut short by --budget-seconds: {record['texts']} of {record['texts_planned']} texts; of "
+            f"{record['haystacks_planned']} haystacks {haystacks}."
+        )
     for path in (profile.path, out):
         if path is not None:
             console.print(Text(f"wrote {path}"), soft_wrap=True)
@@ -325,7 +339,7 @@ def profile_command(
         _print_json(
             model=target or smol.MODEL,
             draft=draft_name,
-            path=str(profile.path),
+            path=profile.path and str(profile.path),
             target_heads=profile.target_heads,
             draft_heads=profile.draft_heads,
             draft_share=profile.draft_share,
@@ -436,6 +450,7 @@ def quality(
             raise ValueError(f"--layer-skip is of {smol.MODEL}, without --target and --draft")
         if layer_skip_profile and not layer_skip:
             raise ValueError(f"--layer-skip-profile {layer_skip_profile[0]} needs --layer-skip")
+        text = None if text_file is None else _read_text("--text-file", text_file)
         label = draft or smol.DRAFT
         profiles = {label: [Profile.load(path) for path in profile or ()],
                     SKIPPING: [Profile.load(path) for path in layer_skip_profile or ()]}  # fmt: skip
@@ -456,7 +471,7 @@ def quality(
             prompts=prompts,
             parts=parts.split(","),
             gamma=gamma,
-            text=None if text_file is None else text_file.read(),
+            text=text,
             minutes=minutes,
             tell=lambda message: console.print(Text(message)),
         )
@@ -507,6 +522,14 @@ def _messages() -> Iterator[None]:
         except (ValueError, OSError, ImportError, BuildError) as error:
             console.print(Text(f"Error: {error}", style="red"))
             raise typer.Exit(1) from error
+
+
+def _read_text(option: str, file: IO[str]) -> str:
+    """A text file, as UTF-8."""
+    try:
+        return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {file.name}: {error}") from None
 
 
 @contextmanager

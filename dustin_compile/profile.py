@@ -122,7 +122,11 @@ class Profile:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         unfinished.write_text(json.dumps({**content, "checksum": checksum(content)}, indent=1))
-        os.replace(unfinished, path)
+        try:
+            os.replace(unfinished, path)
+        except OSError:
+            unfinished.unlink()
+            raise
 
     @staticmethod
     def load(path: str | Path) -> Profile:
@@ -136,7 +140,7 @@ class Profile:
         path = Path(path)
         try:
             content = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"profile {path} is damaged: {error}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is not a profile: format must be {FORMAT!r}")
@@ -190,7 +194,7 @@ def find_profile(target: PreTrainedModel, draft: PreTrainedModel, config: Dustin
     for path in sorted((cache_directory() / "profiles").glob(f"{key}-*.json")):
         try:
             found.append(Profile.load(path))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             warnings.warn(f"passing over a cached profile: {error}", stacklevel=3)
 
     def distance(profile: Profile) -> tuple[int, ...]:

@@ -295,7 +295,7 @@ def test_the_same_profile_every_time_also_after_an_interruption(
             run()
         patch.setattr(pipeline, "score_heads_on", lambda *arguments: pytest.fail("scored again"))
         resumed = run()
-    assert len(calls) == 3  # the first text once, the second twice
+    assert len(calls) == len(texts) + 2 + 1  # two of needles; the second text twice
     assert resumed == whole and str(resumed.path).startswith(str(tmp_path / "other"))
     assert resumed.record["frontier"] == whole.record["frontier"]
     assert all(seconds > 0 for seconds in resumed.record["seconds"].values())
@@ -322,6 +322,32 @@ def test_a_short_budget_does_less_and_says_so(small_work, pair, tokenizer, texts
     assert record["haystacks"] == {"target": 1, "draft": 1} and record["haystacks_planned"] > 5
     assert record["texts"] == 1 and record["steps"] == 6 and record["budget_seconds"] == 1e-6
     assert len(record["frontier"]) == 2  # the seeds, and with one head more
+
+    whole = profile_pair(
+        *pair, texts=texts, tokenizer=tokenizer, **SETTINGS
+    )  # takes its place in the cache, and keeps it
+    with pytest.warns(UserWarning, match="stays: it was not cut short"):
+        cut = profile_pair(*pair, texts=texts, tokenizer=tokenizer, budget_seconds=1e-6, **SETTINGS)
+    assert cut.path is None and Profile.load(whole.path) == whole
+
+
+def test_long_texts_are_read_in_passages(tokenizer):
+    text = " ".join(f"w{i % 96}" for i in range(500))
+    data = pipeline.gather_data(tokenizer, [text, " ".join(text.split()[:60])], context=96, budget=20)
+    whole = tokenizer(text).input_ids
+    passages = [whole[:97], whole[100:197], whole[201:298], whole[302:399], whole[403:500]]
+    needles = [tokens for tokens in data.texts if tokens not in (*passages, whole[:60])]
+    assert [tokens for tokens in data.texts if tokens not in needles] == [*passages, whole[:60]] and len(needles) == 2
+    with pytest.warns(UserWarning, match="longest of the texts has 60 tokens, fewer than context=96"):
+        pipeline.gather_data(tokenizer, [" ".join(text.split()[:60])], context=96, budget=20)
+
+
+def test_damaged_work_is_made_anew(small_work, pair, tokenizer, texts, tmp_path):
+    whole = profile_pair(*pair, texts=texts, tokenizer=tokenizer, **SETTINGS)
+    for path in (tmp_path / "cache" / "profiling").rglob("target-heads-*.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="is damaged and made anew"):
+        assert profile_pair(*pair, texts=texts, tokenizer=tokenizer, **SETTINGS) == whole
 
 
 def test_what_time_cut_short_is_not_kept(monkeypatch, small_work, pair, tokenizer):
@@ -364,8 +390,8 @@ def test_a_layer_skip_draft_is_profiled(monkeypatch, small_work, pair, tokenizer
 
 
 def test_a_book_that_is_too_short_is_refused(monkeypatch, pair, tokenizer):
-    monkeypatch.setattr(pipeline, "read_book", lambda: "w1 " * 101)
-    with pytest.raises(ValueError, match=r"context=96 .* 101 tokens must hold 6 passages"):
+    monkeypatch.setattr(pipeline, "read_book", lambda: "w1 " * 96)
+    with pytest.raises(ValueError, match="context=96 is too long for the book's part, which has 96 tokens"):
         profile_pair(*pair, tokenizer=tokenizer, **SETTINGS)
 
 
@@ -376,6 +402,7 @@ def test_a_book_that_is_too_short_is_refused(monkeypatch, pair, tokenizer):
         ({"context": 32}, "context=32 must be more than twice the budget=16"),
         ({"context": 4096}, r"context=4096.* both have 4096"),
         ({"budget_seconds": 0}, "budget_seconds=0 must be positive"),
+        ({"seed": -1}, "seed=-1 must be in 0..4294967295"),
         ({"tokenizer": None}, "tokenizer is needed"),
         ({"texts": []}, "texts is empty"),
         ({"texts": ["w1 " * 90, "w1 w2"]}, r"texts\[1\] has 2 tokens"),
@@ -400,6 +427,7 @@ def test_the_command(small_work, tmp_path, pair, tokenizer, texts):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     (tmp_path / "long.txt").write_text(" ".join(texts * 2))
+    (tmp_path / "bytes.txt").write_bytes(b"\xff")
     options = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--budget", "80"]
     options += [
         "--context",
@@ -420,6 +448,8 @@ def test_the_command(small_work, tmp_path, pair, tokenizer, texts):
     for wrong, message in (
         (["--target", "somewhere"], "--target and --draft go together"),
         ([*options, "--layer-skip"], "--layer-skip is of SmolLM2"),
+        ([*options, "--out", str(tmp_path)], f"--out {tmp_path} is a directory"),
+        ([*options, "--text-file", str(tmp_path / "bytes.txt")], "'utf-8' codec can't decode byte 0xff"),
     ):
         result = CliRunner().invoke(app, ["profile", *wrong])
         assert result.exit_code == 1 and message in result.stderr

@@ -31,7 +31,7 @@ from dustin_compile.quality.engine import Engine, products
 from dustin_compile.quality.evaluate import ask, compare_on_text, generate, look, propose, read_prompts, room_for
 from dustin_compile.quality.prompts import NEEDLES, take_trials
 from dustin_compile.quality.report import SETTINGS as SENSITIVITIES
-from dustin_compile.quality.report import draw_plots, make_markdown, make_sensitivity_markdown
+from dustin_compile.quality.report import draw_plots, make_sensitivity_table, make_table
 from dustin_compile.quality.selectors import PAGE, SELECTORS, Settings, Step, observe_prompt, page_bounds
 
 PROMPT, LENGTH, GAMMA = 144, 160, 4
@@ -145,8 +145,10 @@ def test_quest_bounds_hold(step):
     logits = products(query, step.cache.key[1])
     for row, length in enumerate(step.lengths.tolist()):
         assert (bounds[row, ..., :length] >= logits[row, ..., :length] - 1e-5).all()
-        one_page = bounds[row, ..., :PAGE].amax(-1)
-        assert (one_page < bounds[row].abs().max() + 1).all() and bounds.isfinite().all()
+    page = step.cache.key[1, 0, :, PAGE : 2 * PAGE].repeat_interleave(2, dim=0)  # of each query head
+    ends = torch.stack([query[0, :, 0] * page.amin(1), query[0, :, 0] * page.amax(1)])
+    torch.testing.assert_close(bounds[0, :, 0, PAGE], ends.amax(0).sum(-1))
+    assert bounds.isfinite().all()
 
 
 @torch.no_grad()
@@ -354,8 +356,8 @@ def test_every_part_gives_its_rows(monkeypatch, words):
     assert {"kl", "arr_of_layer", "tokens_per_step", "first_divergence", "needle"} <= others
     for draft, name in (("one", " of budget any: target layers 1, draft layers 0, 5 of 28 free"), ("two", "default ")):
         assert name in found[f"quality/kl/hybrid/{draft}/560/96"]["conditions"]
-    lines = make_sensitivity_markdown(list(found.values()), "one").splitlines()
-    assert len(lines) == 2 + 3 + 2 + 3 + 2 + 4  # a window of 128 is more than the budget
+    table = make_sensitivity_table(list(found.values()), "one")
+    assert table.row_count == 3 + 2 + 3 + 2 + 4  # a window of 128 is more than the budget
 
     measure.parts = ["drift"]
     drift = list(measure)
@@ -364,6 +366,8 @@ def test_every_part_gives_its_rows(monkeypatch, words):
     assert len(paired) == len(set(paired)) == 6
     with pytest.raises(ValueError, match="parts: 'speed' is none of table, ages"):
         dataclasses.replace(measure, parts=["speed"])
+    with pytest.raises(ValueError, match="budgets: 96 is there more than once"):
+        dataclasses.replace(measure, budgets=[96, 96])
 
 
 def test_intervals_cover():
@@ -376,12 +380,15 @@ def test_intervals_cover():
 
 def test_report(tmp_path):
     rows = [
-        {"name": f"{selector}{budget}{value}", "metric": "kl", "selector": selector, "draft": "d", "context": 64,
+        {"name": f"{selector}{budget}{value}", "metric": "kl", "selector": selector, "draft": "a/d", "context": 64,
          "budget": budget, "value": value, "low": value / 2, "high": 2 * value}
         for selector, value in (("hybrid", 0.1), ("quest", 0.2)) for budget in (32, 16)
     ]  # fmt: skip
-    lines = make_markdown([{**rows[0], "value": 9.0}, *rows], "kl", "d").splitlines()
-    assert lines[0] == "| selector | 64, 32 | 64, 16 |"
-    assert lines[2] == "| hybrid | 0.100 (0.050–0.200) | 0.100 (0.050–0.200) |"
+    table = make_table([{**rows[0], "value": 9.0}, *rows], "kl", "a/d")
+    assert [column.header for column in table.columns] == ["selector", "64, 32", "64, 16"]
+    assert [next(column.cells) for column in table.columns] == ["hybrid", *["0.100 (0.050–0.200)"] * 2]
     pytest.importorskip("matplotlib")
-    assert [path.name for path in draw_plots(rows, tmp_path)] == ["quality-kl-d.png"]
+    layers = [{**rows[0], "name": f"{context}{layer}", "metric": "arr_of_layer", "context": context, "layer": layer}
+              for context in (64, 128) for layer in range(3)]  # fmt: skip
+    names = ["quality-kl-a-d.png", "quality-layers-a-d-64-32.png", "quality-layers-a-d-128-32.png"]
+    assert [path.name for path in draw_plots([*rows, *layers], tmp_path)] == names

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"  # in the checkout only, not in the wheel
+BENCH = Path(__file__).resolve().parents[2] / "bench"  # in the checkout only, not in the wheel
+RESULTS = BENCH / "results" if BENCH.is_dir() else Path()
 
 Row = dict[str, Any]
 

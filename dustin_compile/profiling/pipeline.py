@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ from dustin_compile.profiling.retrieval_heads import ANSWER_TOKENS, HeadScores, 
 from dustin_compile.profiling.search import HeadSet, Search, SearchResult
 from dustin_compile.profiling.trajectories import Groups, Recording, choose_lengths, record
 
-PASSAGES = 6  # of the book, to record
+PASSAGES = 6  # of a text, to record
 CHARACTERS = 16  # that a token has at most, on average
 WORK_VERSION = 2  # of what the phases keep on disk
 # Shares of budget_seconds after which each phase begins nothing new.
@@ -71,10 +72,11 @@ def profile_pair(
     Args:
         target, draft: as for `compile_pair`.
         config: budget, sinks, window and gamma to search for; None: `DustinConfig()`.
-        texts: prose like what the pair will work on, each longer than twice the budget in tokens; what lies beyond
-            `context` is cut off. None: Moby Dick and needles in it, which only a checkout has.
+        texts: prose like what the pair will work on, each longer than twice the budget in tokens; of one that is longer
+            than `context`, up to six evenly spread passages of so many tokens are read. None: Moby Dick and needles in
+            it, which only a checkout has.
         tokenizer, assistant_tokenizer: as for `compile_pair`; the first is needed where the target is a loaded model.
-        context: tokens of the longest texts.
+        context: tokens of the longest texts; a warning says where those given are all shorter.
         budget_seconds: begin nothing new after so many seconds, with fewer haystacks, steps and heads; the profile's
             record says how many. None: do all.
         seed: of Optuna's sampler.
@@ -96,6 +98,10 @@ def profile_pair(
         raise ValueError(f"draft_share={config.draft_share} must be None: it is what profiling finds")
     if budget_seconds is not None and not budget_seconds > 0:
         raise ValueError(f"budget_seconds={budget_seconds!r} must be positive, or None")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r} must be in 0..{2**32 - 1}")
+    if plot is not None:
+        Path(plot).mkdir(parents=True, exist_ok=True)
     if context <= 2 * config.budget:
         raise ValueError(f"context={context} must be more than twice the budget={config.budget}")
     target, draft, tokenizer = resolve_pair(target, draft, tokenizer, assistant_tokenizer)
@@ -122,9 +128,6 @@ def profile_pair(
         groups = choose_groups(scores[0].mean(), models[0]), choose_groups(scores[1].mean(), models[1])
         recording = work.record_steps(readers, groups).to(target.device)
         result = work.search(recording, groups, scores[0].mean(), seed)
-    if plot is not None:
-        plot_search(Path(plot), {"target": scores[0].mean(), "draft": scores[1].mean()}, result)
-
     profile = Profile(
         target_heads=heads_of(groups[0], result.chosen.target),
         draft_heads=heads_of(groups[1], result.chosen.draft),
@@ -145,8 +148,20 @@ def profile_pair(
         },
     )
     path = cached_path(profile)
-    profile.save(path)
-    return dataclasses.replace(profile, path=path)
+    if is_cut(profile) and path.exists() and not is_cut(Profile.load(path)):
+        warnings.warn(f"the cached {path} stays: it was not cut short by budget_seconds, as this one was", stacklevel=2)
+    else:
+        profile.save(path)
+        profile = dataclasses.replace(profile, path=path)
+    if plot is not None:
+        plot_search(Path(plot), {"target": scores[0].mean(), "draft": scores[1].mean()}, result)
+    return profile
+
+
+def is_cut(profile: Profile) -> bool:
+    """Whether budget_seconds left some of the planned work undone."""
+    record = profile.record
+    return record["texts"] < record["texts_planned"] or min(record["haystacks"].values()) < record["haystacks_planned"]
 
 
 @dataclass(frozen=True)
@@ -158,7 +173,9 @@ class Data:
 
 
 def gather_data(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None, context: int, budget: int) -> Data:
-    """Haystacks of a quarter, a half and all of the context, and texts of at most context + 1 tokens.
+    """Haystacks of a quarter, a half and all of the context, and passages of at most context + 1 tokens.
+
+    Two of the passages are haystacks, where these are long enough for the budget.
 
     Raises:
         ValueError, TypeError: texts is empty, not a sequence of strings, or holds one that is too short; or there are
@@ -168,32 +185,43 @@ def gather_data(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None,
         raise TypeError("texts must be a sequence of strings")
     if texts is not None and not texts:
         raise ValueError("texts is empty")
-    recorded = [tokenizer(text, verbose=False).input_ids[: context + 1] for text in texts or ()]
-    for i, tokens in enumerate(recorded):
-        if len(tokens) < 2 * budget + 2:
-            raise ValueError(f"texts[{i}] has {len(tokens)} tokens; it needs {2 * budget + 2}, for budget={budget}")
-    source = read_book() if texts is None else "\n\n".join(texts)
     first = tokenizer("").input_ids  # a BOS token, where the model has one
     length = context + 1 - len(first)
-    if texts is None:
-        book = tokenizer(source, add_special_tokens=False, verbose=False).input_ids
-        if len(book) < length + PASSAGES - 1:
+    source = read_book() if texts is None else "\n\n".join(texts)
+    tokens = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts or [source]]
+    longest = max(map(len, tokens))
+    if texts is None and longest < length:
+        raise ValueError(
+            f"context={context} is too long for the book's part, which has {longest} tokens: profile with texts of "
+            "your own (texts=)"
+        )
+    for i, text in enumerate(tokens):
+        if len(first) + len(text) < 2 * budget + 2:
             raise ValueError(
-                f"context={context} is too long for the book's part, whose {len(book)} tokens must hold {PASSAGES} "
-                "passages: profile with texts of your own (texts=)"
+                f"texts[{i}] has {len(first) + len(text)} tokens; it needs {2 * budget + 2}, for budget={budget}"
             )
-        starts = (i * (len(book) - length) // (PASSAGES - 1) for i in range(PASSAGES))
-        recorded = [first + book[start : start + length] for start in starts]
+    if longest < length:
+        warnings.warn(f"the longest of the texts has {longest} tokens, fewer than context={context}", stacklevel=3)
+    recorded = [first + passage for text in tokens for passage in take_passages(text, length)]
     haystacks: dict[int, list[Trial]] = {}
     for prompt in (context // 4, context // 2, context):
         trials = hide_needles(tokenizer, source[: CHARACTERS * prompt], prompt)
         if not haystacks or len(trials[0].prompt) > prompt // 2:  # short texts fill only the shorter ones
             haystacks[prompt] = trials
-    if texts is not None:
-        return Data(haystacks, recorded)
     needles = [trial.prompt + trial.prompt[slice(*trial.answer)] for trial in haystacks[max(haystacks)]]
-    recorded.insert(PASSAGES // 2, needles[1])  # in between, so that a small budget_seconds leaves some of both
-    return Data(haystacks, [*recorded, needles[3]])
+    if min(map(len, needles)) >= 2 * budget + 2:
+        recorded.insert(
+            len(recorded) // 2, needles[1]
+        )  # in between, so that a small budget_seconds leaves some of both
+        recorded.append(needles[3])
+    return Data(haystacks, recorded)
+
+
+def take_passages(text: list[int], length: int) -> list[list[int]]:
+    """As many passages of a text as it holds, but at most PASSAGES, evenly spread; all of a shorter one."""
+    count = min(PASSAGES, max(1, round(len(text) / length)))
+    starts = [i * (len(text) - length) // (count - 1) for i in range(count)] if count > 1 else [0]
+    return [text[start : start + length] for start in starts]
 
 
 class Work:
@@ -320,9 +348,12 @@ class Work:
         """Tensors from disk, or made and, if they are finished, written there."""
         path = self.directory / f"{name}.safetensors"
         if path.exists():
-            with safe_open(path, "pt") as file:
-                self.seconds[phase] += float(file.metadata()["seconds"])
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            try:
+                with safe_open(path, "pt") as file:
+                    self.seconds[phase] += float(file.metadata()["seconds"])
+                    return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            except SafetensorError as error:
+                warnings.warn(f"{path} is damaged and made anew: {error}", stacklevel=2)
         started = time.perf_counter()
         tensors = make()
         seconds = time.perf_counter() - started

@@ -110,6 +110,10 @@ class QualityRun:
     def __post_init__(self) -> None:
         if strangers := [name for name, found in self.profiles.items() if found and name not in self.drafts]:
             raise ValueError(f"profiles: {strangers[0]!r} is none of the drafts {', '.join(self.drafts)}")
+        for name in ("contexts", "budgets", "parts"):
+            values = list(getattr(self, name))
+            if twice := [value for value in values if values.count(value) > 1]:
+                raise ValueError(f"{name}: {twice[0]} is there more than once")
         self.positions = min(max_length(self.target, draft) for draft in self.drafts.values())
         for context in self.contexts:
             if not 2 * TAIL <= context <= self.positions:

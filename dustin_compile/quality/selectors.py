@@ -178,7 +178,7 @@ def oracle(step: Step, settings: Settings) -> Keep:
 
 def oracle_3(step: Step, settings: Settings) -> Keep:
     """The oracle with a set for each third of the layers."""
-    parts = [part.mean(0) for part in _mass(step).tensor_split(LAYER_GROUPS)]
+    parts = [part.mean(0) for part in _mass(step).tensor_split(min(LAYER_GROUPS, step.target.layers))]
     return _by_group(step, [choose(step, settings, part, part, 0) for part in parts])
 
 
@@ -186,7 +186,7 @@ def hybrid_3(step: Step, settings: Settings) -> Keep:
     """The hybrid with a set for each third of the layers, by its own target heads, or by all where it has none."""
     ahead = step.draft_scores(settings.draft_heads, settings.reduce)
     sets = []
-    for group in torch.arange(step.target.layers).tensor_split(LAYER_GROUPS):
+    for group in torch.arange(step.target.layers).tensor_split(min(LAYER_GROUPS, step.target.layers)):
         heads = tuple(head for head in settings.target_heads if head[0] in group.tolist())
         scores = step.target_scores(heads or settings.target_heads)
         sets.append(choose(step, settings, ahead, scores, settings.draft_share))
