@@ -146,7 +146,7 @@ def compare_steps(name: str, backend: Backend, batch: int, context: int, layers:
         export_seconds = now(CUDA) - began
         sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
         programs = [size for file, size in sizes.items() if file.endswith((".pt2", ".engine"))]
-        conditions = f"bf16, batch {batch}, {len(programs)} programs{depth}"
+        conditions = f"bf16, batch {batch}, prefill_chunk {CHUNK}, {len(programs)} programs{depth}"
         record(f"export_s/{label}", export_seconds, "s", f"{conditions}; {len(os.sched_getaffinity(0))} cores")
         record(f"export_size_mb/{label}", sum(sizes.values()) / 1e6, "MB", conditions)
         record(f"export_programs_mb/{label}", sum(programs) / 1e6, "MB", conditions)
@@ -164,8 +164,8 @@ def compare_steps(name: str, backend: Backend, batch: int, context: int, layers:
             medians = {key: statistics.median(values) for key, values in times.items()}
             conditions = (
                 f"bf16, {context} positions, batch {batch}, gamma {pair.config.gamma}, budget {pair.config.budget}, "
-                f"sparse{depth}; one CUDA graph replay, median of {len(times['compiled'])} medians, both in turn in "
-                "one process"
+                f"prefill_chunk {CHUNK}, sparse{depth}; one CUDA graph replay, median of {len(times['compiled'])} "
+                "medians, both in turn in one process"
             )
             fields = {"step_us": {key: round(value, 1) for key, value in medians.items()}}
             record(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import operator
 import shutil
@@ -112,18 +113,16 @@ def export_pair(
     progress: Callable[[str], None] = lambda message: None,
 ) -> Path:
     """Write a pair for deployment; see `CompiledPair.export`."""
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend={backend!r} must be one of {', '.join(get_args(Backend))}")
-    batches = _check_buckets(pair, batch, max_length)
-    directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory} exists and is not an empty directory")
     target, draft = pair._generation.target, pair._generation.draft
-    if backend == "tensorrt" and target.device.type != "cuda":
-        raise ValueError(f"the pair is on {target.device}; {INSTALL_TENSORRT}")
+    positions = pair.max_length
+    check_export(
+        directory, backend=backend, batch=batch, max_length=max_length, device=target.device, positions=positions
+    )
+    directory, batches = Path(directory).resolve(), sorted(set(_as_list(batch)))
     made_on = describe_platform(backend, target.device)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    folder = directory if directory.exists() else directory.parent
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=folder))
     try:
         writer = Writer(unfinished, SUFFIXES[backend], batches, progress)
         steps, chunks = _step_sizes(pair.config), _chunk_sizes(pair.config, max_length)
@@ -161,27 +160,62 @@ def export_pair(
         manifest = json.loads(json.dumps(manifest))
         manifest["checksum"] = checksum(manifest)
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if directory.exists():
-            directory.rmdir()
-        unfinished.chmod(0o755)
-        unfinished.rename(directory)
+        (unfinished / WEIGHTS).chmod((unfinished / MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
+        _move(unfinished, directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return directory
 
 
-def _check_buckets(pair: CompiledPair, batch: int | Sequence[int], max_length: int) -> list[int]:
-    batches: list = list(batch) if isinstance(batch, list | tuple) else [batch]
-    for name, given, values in (("batch", batch, batches), ("max_length", max_length, [max_length])):
+def check_export(
+    directory: str | Path,
+    *,
+    backend: Backend,
+    batch: int | Sequence[int],
+    max_length: int,
+    device: torch.device,
+    positions: int,
+) -> None:
+    """Refuse an export as `CompiledPair.export` does, without its models.
+
+    Args:
+        directory, backend, batch, max_length: as there.
+        device: where the models are, or will be.
+        positions: that both models have.
+
+    Raises: as there.
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    for name, given, values in (("batch", batch, _as_list(batch)), ("max_length", max_length, [max_length])):
         if not values or any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in values):
             several = ", or several" if name == "batch" else ""
             raise ValueError(f"{name}={given!r} must be an integer of at least 1{several}")
-    if not 2 <= max_length <= pair.max_length:
-        raise ValueError(
-            f"max_length={max_length} must be in 2..{pair.max_length}, the positions that both models have"
-        )
-    return sorted(set(batches))
+    if not 2 <= max_length <= positions:
+        raise ValueError(f"max_length={max_length} must be in 2..{positions}, the positions that both models have")
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(f"{directory} exists and is not an empty directory")
+    if backend == "tensorrt":
+        if device.type != "cuda":
+            raise ValueError(f"the pair is on {device}; {INSTALL_TENSORRT}")
+        _import_torch_tensorrt()
+
+
+def _as_list(batch: int | Sequence[int]) -> list[int]:
+    return list(batch) if isinstance(batch, Sequence) else [batch]
+
+
+def _move(unfinished: Path, directory: Path) -> None:
+    """Rename a folder to the directory or, where that exists, move its files into that, the manifest last."""
+    if directory.exists():
+        for path in sorted(unfinished.iterdir(), key=lambda path: path.name == MANIFEST):
+            path.rename(directory / path.name)
+        unfinished.rmdir()
+    else:
+        unfinished.chmod(0o755)
+        unfinished.rename(directory)
 
 
 def _step_sizes(config: DustinConfig) -> dict[str, set[int]]:
@@ -425,12 +459,22 @@ def _build_packages(programs: Programs, progress: Callable[[str], None]) -> None
     build_packages({path: program for path, (program, _) in programs.items()}, progress)
 
 
-def _build_engines(programs: Programs, progress: Callable[[str], None]) -> None:
+def _import_torch_tensorrt() -> tuple[str, Any]:
+    """The flavour of TensorRT that torch_tensorrt uses, and torch_tensorrt.
+
+    Raises:
+        ImportError: there is none; the message says what to install.
+    """
     try:
-        import torch_tensorrt
+        torch_tensorrt = importlib.import_module("torch_tensorrt")
     except ImportError:
         raise ImportError(INSTALL_TENSORRT) from None
-    flavour, _ = find_tensorrt()
+    flavour, _ = find_tensorrt()  # which it presents as `tensorrt` from now on
+    return flavour, torch_tensorrt
+
+
+def _build_engines(programs: Programs, progress: Callable[[str], None]) -> None:
+    flavour, torch_tensorrt = _import_torch_tensorrt()
     for count, (path, (program, inputs)) in enumerate(programs.items(), 1):
         progress(f"building engine {count} of {len(programs)}")
         if flavour == "tensorrt_rtx" and inputs[0].dtype == torch.float32:

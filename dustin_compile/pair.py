@@ -66,17 +66,18 @@ class CompiledPair(Pair):
 
         Args:
             directory: new or empty.
-            backend: "tensorrt" builds TensorRT engines, "aot-inductor" AOTInductor packages, which need torch alone.
+            backend: "tensorrt" builds TensorRT engines; "aot-inductor" AOTInductor packages, for which it needs a C++
+                compiler, and on a GPU the CUDA toolkit. To run they need torch alone.
             batch: buckets: rows of a request, or several such numbers. A request takes the smallest that holds it.
             max_length: tokens that a row may have, prompt included.
             verbose: print what is being traced and built: an export takes minutes.
 
         Returns:
-            the directory.
+            the directory's absolute path.
 
         Raises:
             FileExistsError: the directory is not empty.
-            ImportError: TensorRT is not here; the message says what to install.
+            ImportError: torch_tensorrt or TensorRT is not here; the message says what to install.
             RuntimeError: a program could not be compiled; the message has what the compiler said.
             ValueError: an argument is out of range, or TensorRT is asked for without a GPU.
         """

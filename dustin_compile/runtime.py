@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +38,7 @@ INSTALL_TENSORRT = (
 )
 
 Program = Callable[..., Sequence[Tensor]]
+Loader = Callable[[Path, torch.device, Container[str]], Program]
 
 
 class ExportError(ValueError):
@@ -54,13 +55,16 @@ class Shape:
     head_dim: int
 
 
-def find_tensorrt() -> tuple[str, Any]:
-    """TensorRT's Python package of either flavour, and its name.
+def find_tensorrt(made: Container[str] = ()) -> tuple[str, Any]:
+    """The name of TensorRT's Python package, and the package.
+
+    Args:
+        made: names the flavour to prefer where both are here, as an export's platform does.
 
     Raises:
         ImportError: there is none; the message says what to install.
     """
-    for name in TENSORRT_PACKAGES:
+    for name in sorted(TENSORRT_PACKAGES, key=lambda name: name not in made):
         try:
             module = importlib.import_module(name)
         except ImportError:
@@ -71,8 +75,17 @@ def find_tensorrt() -> tuple[str, Any]:
     raise ImportError(INSTALL_TENSORRT)
 
 
-def describe_platform(backend: str, device: torch.device) -> dict[str, str]:
-    """What programs are tied to: processors, and versions, ours for the ops that they call."""
+def describe_platform(backend: str, device: torch.device, made: Container[str] = ()) -> dict[str, str]:
+    """What programs are tied to: processors, and versions, ours for the ops that they call.
+
+    Args:
+        backend: as `CompiledPair.export` takes it.
+        device: where they run.
+        made: the platform of programs that are to run here; see find_tensorrt.
+
+    Raises:
+        ImportError: they need TensorRT, and there is none.
+    """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         architecture = f"sm_{major}{minor}"
@@ -85,20 +98,22 @@ def describe_platform(backend: str, device: torch.device) -> dict[str, str]:
         "dustin_compile": version("dustin_compile"),
     }
     if backend == "tensorrt":
-        name, module = find_tensorrt()
+        name, module = find_tensorrt(made)
         found[name] = module.__version__
     else:
-        found["cpu"] = _cpu_name()  # a package's host code is compiled for this very one, also on a GPU
+        found["cpu"] = _describe_cpu()  # a package's host code is compiled for this very one, also on a GPU
     return found
 
 
-def _cpu_name() -> str:
+def _describe_cpu() -> str:
+    """Its name, which says little on virtual machines and ARM, and a hash of the features that the kernel lists."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    features = fields.get("flags") or fields.get("Features", "")
+    return f"{fields.get('model name') or platform.processor()} {hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
 def hash_file(path: Path) -> str:
@@ -106,7 +121,7 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def load_package(path: Path, device: torch.device) -> Program:
+def load_package(path: Path, device: torch.device, made: Container[str]) -> Program:
     """An AOTInductor package.
 
     `torch._inductor.aoti_load_package` would first try out this CPU's vector instructions, for a minute, to compare
@@ -120,10 +135,16 @@ def load_package(path: Path, device: torch.device) -> Program:
 
 
 class Engine:
-    """A TensorRT engine of fixed shapes, run on the current stream."""
+    """A TensorRT engine of fixed shapes, run on the current stream.
 
-    def __init__(self, path: Path, device: torch.device):
-        _, trt = find_tensorrt()
+    Args:
+        path: of the engine.
+        device: where it runs.
+        made: the platform that it was built for; see find_tensorrt.
+    """
+
+    def __init__(self, path: Path, device: torch.device, made: Container[str]):
+        _, trt = find_tensorrt(made)
         self.device = device
         self.logger = trt.Logger(trt.Logger.WARNING)
         self.runtime = trt.Runtime(self.logger)
@@ -170,7 +191,7 @@ def _number(name: str) -> int:
     return int("".join(filter(str.isdigit, name)))
 
 
-LOADERS: dict[str, Callable[[Path, torch.device], Program]] = {"aot-inductor": load_package, "tensorrt": Engine}
+LOADERS: dict[str, Loader] = {"aot-inductor": load_package, "tensorrt": Engine}
 
 
 class ExportedModel(CausalModel):
@@ -307,7 +328,7 @@ class ExportedPair(Pair):
         load = LOADERS[manifest["backend"]]
         entries, vocab_size = manifest["models"], manifest["vocab_size"]
         names = {file for entry in entries.values() for files in entry["programs"].values() for file in files.values()}
-        programs = {name: load(directory / name, device) for name in sorted(names)}
+        programs = {name: load(directory / name, device, manifest["platform"]) for name in sorted(names)}
         target, draft = (
             ExportedModel(entries[role], stored, programs, heads, vocab_size, bool(config.compile))
             for role, heads in (("target", profile.target_heads), ("draft", profile.draft_heads))
@@ -348,7 +369,7 @@ def load_exported(directory: str | Path) -> ExportedPair:
     device = torch.device(made["device"])
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    here = describe_platform(backend, device)
+    here = describe_platform(backend, device, made)
     different = [f"{key} {made.get(key)}, not {here.get(key)}" for key in made | here if made.get(key) != here.get(key)]
     if different:
         raise ExportError(f"{directory} was exported for {', '.join(different)}: export it again here")

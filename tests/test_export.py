@@ -82,6 +82,19 @@ def copy(exported, tmp_path):
     return tmp_path / "copy"
 
 
+@pytest.fixture
+def as_traced(monkeypatch):
+    """Programs are written as they were traced, and run so: the whole path without a compiler."""
+
+    def save(programs, progress):
+        for path, (program, _) in programs.items():
+            torch.export.save(program, path)
+
+    load = lambda path, device, made: torch.export.load(path).module(check_guards=False)  # noqa: E731
+    monkeypatch.setitem(export.BUILDERS, "aot-inductor", save)
+    monkeypatch.setitem(runtime.LOADERS, "aot-inductor", load)
+
+
 def check_same(pair, directory, device="cpu"):
     input_ids, mask = (x.to(device) for x in random_prompts([120, 101]))
     loaded = load_exported(directory)
@@ -107,16 +120,7 @@ def test_exported_tokens_are_the_pairs(export_tiny, changes):
         ("mistral", {"draft_attention": "dense"}),
     ],
 )
-def test_every_family_as_it_was_traced(tmp_path, monkeypatch, capsys, family, changes):
-    """The whole path without a compiler."""
-
-    def save(programs, progress):
-        for path, (program, _) in programs.items():
-            torch.export.save(program, path)
-
-    load = lambda path, device: torch.export.load(path).module(check_guards=False)  # noqa: E731
-    monkeypatch.setitem(export.BUILDERS, "aot-inductor", save)
-    monkeypatch.setitem(runtime.LOADERS, "aot-inductor", load)
+def test_every_family_as_it_was_traced(as_traced, tmp_path, capsys, family, changes):
     pair = compile_tiny(*tiny_pair(family, num_hidden_layers=1), gamma=1, prefill_chunk=64, **changes)
     pair.export(tmp_path / "pair", backend="aot-inductor", batch=2, max_length=MAX_LENGTH, verbose=True)
     assert "tracing target front, 128 rows\n" in capsys.readouterr().out
@@ -185,7 +189,7 @@ def test_programs_hold_no_cache(exported):
         assert len(program.graph.find_nodes(op="placeholder")) == len(inputs)
 
 
-def test_a_norm_of_queries_is_exported(export_tiny):
+def test_a_norm_of_queries_is_exported():
     """Qwen3's queries and keys are no mere pieces of one product."""
     model = compile_tiny(*tiny_pair("qwen3", num_hidden_layers=1))._generation.target
     writer = export.Writer(runtime.Path("/nonexistent"), ".pt2", [1], lambda message: None)
@@ -213,6 +217,29 @@ def test_a_request_takes_the_smallest_bucket_that_holds_it(exported):
     for rows in (1, 2, 3, 4):
         loaded.generate(torch.ones(rows, 8, dtype=torch.int64), max_new_tokens=4)
     assert ran == [1, 3, 3, 4]
+
+
+def test_defaults_and_the_tokenizer_come_along(as_traced, tokenizer, tmp_path):
+    target, draft = tiny_pair(num_hidden_layers=1)
+    target.config._name_or_path = str(tokenizer)
+    pair = compile_tiny(target, draft, gamma=1, prefill_chunk=64)
+    input_ids, mask = random_prompts([24, 24])
+    first, second = pair.generate(input_ids, max_new_tokens=16).sequences[:, 24:].tolist()
+    ends = [min({*range(96)} - {*first, *second}), next(token for token in first if token not in second)]
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = ends, 5
+    pair.export(tmp_path / "pair", backend="aot-inductor", batch=2, max_length=64)
+    found = load_exported(tmp_path / "pair").generate(input_ids, mask, max_new_tokens=16)
+    assert found.stats.finish_reasons == ["stop", "length"]
+    assert torch.equal(found.sequences, pair.generate(input_ids, mask, max_new_tokens=16).sequences)
+    new = found.stats.new_tokens[0]
+    assert new < 16 and found.sequences[0, 23 + new] == ends[1] and (found.sequences[0, 24 + new :] == 5).all()
+    (tmp_path / "prompt.txt").write_text("Call me Ishmael.")
+    options = ["--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "8"]
+    result = command("generate", "--exported", str(tmp_path / "pair"), *options)
+    ids = torch.tensor([[ord(letter) - 32 for letter in "Call me Ishmael."]])
+    expected = pair.generate(ids, max_new_tokens=8).sequences[0, ids.shape[1] :]
+    text = AutoTokenizer.from_pretrained(tokenizer).decode(expected, skip_special_tokens=True)
+    assert result.stdout == f"{text}\n"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +293,15 @@ def test_other_hardware_and_versions_are_refused(copy, key, value, message):
         load_exported(copy)
 
 
+@pytest.mark.parametrize("line", ["model name\t: AMD EPYC\nflags\t\t: fpu {}\n", "Features\t: fp {}\n"])
+def test_a_processors_features_tell_it(monkeypatch, line):
+    found = set()
+    for feature in ("avx2", "avx512f"):
+        monkeypatch.setattr(runtime.Path, "read_text", lambda path, feature=feature: line.format(feature) * 2)
+        found.add(runtime._describe_cpu())
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -297,6 +333,18 @@ def test_without_tensorrt_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(runtime, "TENSORRT_PACKAGES", ("no_such_tensorrt",))
     with pytest.raises(ImportError, match=r"dustin-compile\[tensorrt\].*torch-tensorrt-rtx"):
         runtime.find_tensorrt()
+
+
+def test_of_both_flavours_the_one_in_use_counts(monkeypatch):
+    flavours = {name: SimpleNamespace(__file__=f"/site/{name}/__init__.py") for name in runtime.TENSORRT_PACKAGES}
+    for name, module in flavours.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", SimpleNamespace())
+    for name, module in flavours.items():  # a platform's, when an export is loaded
+        assert runtime.find_tensorrt({"torch": "2.11.0", name: "1.4.0"}) == (name, module)
+        with monkeypatch.context() as patch:  # torch_tensorrt's, when it is made
+            patch.setitem(sys.modules, "tensorrt", module)
+            assert export._import_torch_tensorrt()[0] == name
 
 
 @pytest.mark.parametrize(
@@ -348,6 +396,37 @@ def test_bad_arguments_are_refused_before_any_work(exported, tmp_path, changes, 
 def test_tensorrt_on_a_cpu_says_what_to_install(exported, tmp_path):
     with pytest.raises(ValueError, match=r"dustin-compile\[tensorrt\].*torch-tensorrt-rtx"):
         exported[0].export_tensorrt(tmp_path / "out", batch=1, max_length=64)
+
+
+def test_files_are_as_readable_as_each_other(exported):
+    assert len({path.stat().st_mode for path in exported[1].iterdir()}) == 1
+
+
+@pytest.mark.parametrize("place", ["new", "empty", "working", "link"])
+def test_a_new_or_empty_directory_is_filled(exported, tmp_path, monkeypatch, place):
+    directory = tmp_path / "pair"
+    if place != "new":
+        directory.mkdir()
+    if place == "link":
+        (tmp_path / "link").symlink_to(directory)
+    monkeypatch.chdir(directory if place == "working" else tmp_path)
+    given = {"new": directory, "empty": directory, "working": ".", "link": "link"}[place]
+    options = {"backend": "aot-inductor", "batch": range(1, 4), "max_length": 64}
+    monkeypatch.setattr(export.Writer, "write_model", lambda *args: {})
+
+    def fail(programs, progress):
+        raise BuildError("no compiler")
+
+    monkeypatch.setitem(export.BUILDERS, "aot-inductor", fail)
+    with pytest.raises(BuildError):
+        exported[0].export(given, **options)
+    assert directory.exists() == (place != "new") and not list(tmp_path.glob("pair/*")) + list(tmp_path.glob(".*"))
+    monkeypatch.setitem(export.BUILDERS, "aot-inductor", lambda programs, progress: None)
+    assert exported[0].export(given, **options) == directory
+    files = {path.name for path in directory.iterdir()}
+    assert files == {runtime.MANIFEST, runtime.PROFILE, runtime.WEIGHTS}
+    assert runtime.read_manifest(directory)["batches"] == [1, 2, 3]
+    assert directory.stat().st_mode & 0o055 == 0o055 and not list(tmp_path.glob(".*"))
 
 
 def test_a_full_directory_is_left_alone(exported):
@@ -457,7 +536,7 @@ def tokenizer(tmp_path):
     return tmp_path / "tokenizer"
 
 
-def test_the_command_runs_what_was_exported_without_the_models(exported, tokenizer, tmp_path):
+def test_the_command_runs_what_was_exported_without_the_models(exported, tokenizer, tmp_path, monkeypatch):
     pair, directory = exported
     (tmp_path / "prompt.txt").write_text("Call me Ishmael.")
     prompt = ["--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "8", "--json"]
@@ -472,6 +551,7 @@ def test_the_command_runs_what_was_exported_without_the_models(exported, tokeniz
     assert (found["new_tokens"], found["gamma"], found["budget"]) == (8, 1, 32)
 
     assert "--gamma: what was exported has its own" in command(*options, "--gamma", "2").stderr
+    monkeypatch.setattr("dustin_compile.cli.load_exported", None)  # too late
     assert "names no tokenizer" in command("generate", "--exported", str(directory), *prompt).stderr
     assert "give --target and --draft, or --exported" in command("generate", *prompt).stderr
 
@@ -485,9 +565,18 @@ def test_the_export_command(tokenizer, tmp_path, monkeypatch):
     result = command("export", *arguments, "--verify", "dense", "--refresh-every", "2")
     assert result.exit_code == 1 and "refresh_every=2 needs verify='sparse'" in result.stderr
     arguments += ["--refresh-every", "2", "--batch", "1", "--batch", "4"]
-    if not torch.cuda.is_available():
-        result = command("export", *arguments)
-        assert result.exit_code == 1 and "needs an NVIDIA GPU and TensorRT" in result.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dustin_compile.cli.load_pair", None)  # too late
+        patch.setitem(sys.modules, "torch_tensorrt", None)
+        for changes, message in (
+            (["--backend", "tensorrt"], "the pair is on cpu; backend='tensorrt' needs an NVIDIA GPU and TensorRT"),
+            (["--backend", "tensorrt", "--device", "cuda"], "Error: backend='tensorrt' needs an NVIDIA GPU"),
+            (["--batch", "0"], "batch=[1, 4, 0] must be"),
+            (["--max-length", "9999"], "max_length=9999 must be in 2..4096"),
+            (["--out", str(tmp_path)], "is not an empty directory"),
+        ):
+            result = command("export", *arguments, "--backend", "aot-inductor", *changes)
+            assert result.exit_code == 1 and message in " ".join(result.stderr.split())
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         write = lambda pair, out, **options: seen.append((pair.config, options)) or out.mkdir()  # noqa: E731

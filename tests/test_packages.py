@@ -23,9 +23,12 @@ def write_compiler(tmp_path, monkeypatch, script):
 
 def test_a_failed_compilation_ends_the_others_and_says_why(programs, tmp_path, monkeypatch):
     monkeypatch.setattr("dustin_compile.packages.os.sched_getaffinity", lambda process: {0, 1})
-    write_compiler(tmp_path, monkeypatch, 'case "$3" in */0.pt2) sleep 60;; *) echo "no such register"; exit 3;; esac')
+    survived = tmp_path / "survived"
+    slow, failing = f"sleep 5; touch {survived}", 'echo "no such register"; exit 3'
+    write_compiler(tmp_path, monkeypatch, f'case "$3" in */0.pt2) {slow};; *) {failing};; esac')
     with pytest.raises(BuildError, match="exit status 3: no such register"):
-        build_packages(programs, lambda message: None)
+        build_packages(programs, lambda message: None)  # which waits for them to end
+    assert not survived.exists()
 
 
 def test_progress_is_told(programs, tmp_path, monkeypatch):
