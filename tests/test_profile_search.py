@@ -403,6 +403,7 @@ def test_a_book_that_is_too_short_is_refused(monkeypatch, pair, tokenizer):
         ({"context": 4096}, r"context=4096.* both have 4096"),
         ({"budget_seconds": 0}, "budget_seconds=0 must be positive"),
         ({"seed": -1}, "seed=-1 must be in 0..4294967295"),
+        ({"plot": __file__}, "test_profile_search.py' is not a directory"),
         ({"tokenizer": None}, "tokenizer is needed"),
         ({"texts": []}, "texts is empty"),
         ({"texts": ["w1 " * 90, "w1 w2"]}, r"texts\[1\] has 2 tokens"),

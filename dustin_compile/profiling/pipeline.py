@@ -100,8 +100,8 @@ def profile_pair(
         raise ValueError(f"budget_seconds={budget_seconds!r} must be positive, or None")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r} must be in 0..{2**32 - 1}")
-    if plot is not None:
-        Path(plot).mkdir(parents=True, exist_ok=True)
+    if plot is not None and Path(plot).exists() and not Path(plot).is_dir():
+        raise ValueError(f"plot={str(plot)!r} is not a directory")
     if context <= 2 * config.budget:
         raise ValueError(f"context={context} must be more than twice the budget={config.budget}")
     target, draft, tokenizer = resolve_pair(target, draft, tokenizer, assistant_tokenizer)
@@ -148,7 +148,7 @@ def profile_pair(
         },
     )
     path = cached_path(profile)
-    if is_cut(profile) and path.exists() and not is_cut(Profile.load(path)):
+    if is_cut(profile) and _is_whole(path):
         warnings.warn(f"the cached {path} stays: it was not cut short by budget_seconds, as this one was", stacklevel=2)
     else:
         profile.save(path)
@@ -162,6 +162,14 @@ def is_cut(profile: Profile) -> bool:
     """Whether budget_seconds left some of the planned work undone."""
     record = profile.record
     return record["texts"] < record["texts_planned"] or min(record["haystacks"].values()) < record["haystacks_planned"]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a profile that can be read and is not cut."""
+    try:
+        return not is_cut(Profile.load(path))
+    except (OSError, ValueError, KeyError):  # no such file, a damaged one, one whose record says nothing
+        return False
 
 
 @dataclass(frozen=True)
@@ -210,9 +218,8 @@ def gather_data(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None,
             haystacks[prompt] = trials
     needles = [trial.prompt + trial.prompt[slice(*trial.answer)] for trial in haystacks[max(haystacks)]]
     if min(map(len, needles)) >= 2 * budget + 2:
-        recorded.insert(
-            len(recorded) // 2, needles[1]
-        )  # in between, so that a small budget_seconds leaves some of both
+        # One in between, so that a small budget_seconds leaves some of both.
+        recorded.insert(len(recorded) // 2, needles[1])
         recorded.append(needles[3])
     return Data(haystacks, recorded)
 

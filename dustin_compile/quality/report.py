@@ -72,10 +72,8 @@ def draw_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
         for axes, value in zip(figure.subplots(1, len(values), squeeze=False, sharey=True)[0], values, strict=True):
             for number, (label, line) in enumerate(lines.items()):
                 line = sorted((row for row in line if panel is None or row[panel] == value), key=lambda row: row[x])
-                places, color = (
-                    [row[x] for row in line],
-                    colors(2 * number % 20 + number // 10 % 2),
-                )  # the dark ones first
+                places = [row[x] for row in line]
+                color = colors(2 * number % 20 + number // 10 % 2)  # the dark ones first
                 marker = MARKERS[number % len(MARKERS)]
                 axes.plot(places, [r["value"] for r in line], marker=marker, markersize=4, color=color, label=label)
                 low, high = ([row[end] for row in line] for end in ("low", "high"))
