@@ -448,7 +448,8 @@ def test_settings_are_immutable_and_by_name():
         DustinConfig(3)
 
 
-def test_missing_profile_warns_how_to_make_one(llamas):
+def test_missing_profile_warns_how_to_make_one(llamas, monkeypatch, tmp_path):
+    monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path))
     with pytest.warns(UserWarning, match="dustin-compile profile") as warned:
         compile_pair(*llamas, config=DustinConfig(compile=False))
     assert len(warned) == 1

@@ -389,7 +389,7 @@ def test_a_layer_skip_draft_is_profiled(monkeypatch, small_work, pair, tokenizer
         assert compile_pair(pair[0], layer_skip(pair[0], [1]), config=CONFIG).profile == profile
 
 
-def test_a_book_that_is_too_short_is_refused(monkeypatch, pair, tokenizer):
+def test_a_book_that_is_too_short_is_refused(monkeypatch, small_work, pair, tokenizer):
     monkeypatch.setattr(pipeline, "read_book", lambda: "w1 " * 96)
     with pytest.raises(ValueError, match="context=96 is too long for the book's part, which has 96 tokens"):
         profile_pair(*pair, tokenizer=tokenizer, **SETTINGS)
@@ -411,7 +411,7 @@ def test_a_book_that_is_too_short_is_refused(monkeypatch, pair, tokenizer):
         ({"texts": "w1 w2"}, "texts must be a sequence of strings"),
     ],
 )
-def test_bad_arguments_are_refused_before_any_work(monkeypatch, pair, tokenizer, texts, arguments, message):
+def test_bad_arguments_are_refused_before_any_work(monkeypatch, small_work, pair, tokenizer, texts, arguments, message):
     monkeypatch.setattr(pipeline, "Reader", lambda *_: pytest.fail("heavy work"))
     with pytest.raises((ValueError, TypeError), match=message):
         profile_pair(*pair, **{"texts": texts, "tokenizer": tokenizer, **SETTINGS, **arguments})
