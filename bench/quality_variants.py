@@ -10,14 +10,13 @@ the contexts, go to bench/results/quality.jsonl.
 from __future__ import annotations
 
 import argparse
-import warnings
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dustin_compile import DustinConfig, Profile, smol
+from dustin_compile import Profile, smol
 from dustin_compile.benchmark.results import RESULTS, append_rows, make_row
 from dustin_compile.compatibility import shared_vocab_size
 from dustin_compile.graphs.verify import smooth
@@ -29,8 +28,8 @@ from dustin_compile.quality.bootstrap import interval
 from dustin_compile.quality.engine import Cache, Engine, Keep, attention
 from dustin_compile.quality.evaluate import compare_on_text
 from dustin_compile.quality.prompts import TEST_PART, take_passages
-from dustin_compile.quality.run import KEPT_LAYERS, OFFSETS, SKIPPING, TAIL, TEACHER_FORCED
-from dustin_compile.quality.selectors import Selector, Settings, Step, choose, hybrid
+from dustin_compile.quality.run import KEPT_LAYERS, OFFSETS, SKIPPING, TAIL, TEACHER_FORCED, QualityRun
+from dustin_compile.quality.selectors import Selector, Settings, Step, choose, everywhere, hybrid
 
 PROMPTS, GAMMA = 24, 4
 
@@ -59,15 +58,13 @@ def scores_of(step: Step, settings: Settings, by_head: bool) -> tuple[Tensor, Te
 def add(step: Step, settings: Settings, weight: float = 1, tier: float = 0, by_head: bool = False) -> Keep:
     """The draft's first `tier` times its share, then the target's scores with `weight` times the draft's."""
     draft, target = scores_of(step, settings, by_head)
-    chosen = choose(step, settings, draft, target + weight * draft, int(tier * settings.draft_share))
-    return lambda layer, query: chosen
+    return everywhere(choose(step, settings, draft, target + weight * draft, int(tier * settings.draft_share)))
 
 
 def take_greater(step: Step, settings: Settings) -> Keep:
     """The greater of both scores."""
     draft, target = scores_of(step, settings, by_head=False)
-    chosen = choose(step, settings, draft, torch.maximum(draft, target), 0)
-    return lambda layer, query: chosen
+    return everywhere(choose(step, settings, draft, torch.maximum(draft, target), 0))
 
 
 VARIANTS: dict[str, Selector] = {
@@ -96,20 +93,17 @@ def main() -> None:
     profiles = [Profile.load(path) for path in options.profile]
 
     pair = load_pair(smol.target_directory(), smol.draft_directory(), dtype=torch.float32)
-    draft = layer_skip(pair.target, KEPT_LAYERS) if options.layer_skip else pair.draft
+    name, draft = (SKIPPING, layer_skip(pair.target, KEPT_LAYERS)) if options.layer_skip else (smol.DRAFT, pair.draft)
     vocab_size = shared_vocab_size(pair.target, draft, pair.tokenizer)
     engines = Engine(pair.target, vocab_size), Engine(draft, vocab_size)
     places: dict[tuple[int, int], Settings] = {}
     for own in profiles:
         for profile in (own, profiles[0]):
-            profile.check_models(pair.target, draft)
-            with warnings.catch_warnings():  # that it was made for another budget, as the rows say
-                warnings.simplefilter("ignore")
-                fitted = profile.fit(DustinConfig(budget=own.budget, gamma=GAMMA))
-            places[own.budget, profile.budget] = Settings(
-                budget=own.budget, draft_share=fitted.draft_share, target_heads=fitted.target_heads,
-                draft_heads=fitted.draft_heads,
+            run = QualityRun(
+                pair.target, {name: draft}, pair.tokenizer, profiles={name: [profile]}, contexts=contexts,
+                budgets=[own.budget], gamma=GAMMA,
             )  # fmt: skip
+            places[own.budget, profile.budget] = run.settings(name, own.budget)
 
     kl, arr = {}, {}
     for context in contexts:
@@ -119,7 +113,6 @@ def main() -> None:
         for (variant, setting), scores in found.items():
             kl.setdefault((variant, setting), []).append(scores.kl.mean(1))
             arr.setdefault((variant, setting), []).append(scores.arr.mean(1))
-    name = SKIPPING if options.layer_skip else smol.DRAFT
     for (budget, made_for), setting in places.items():
         for variant in VARIANTS:
             loss, base = (torch.stack(kl[key, setting]).mean(0) for key in (variant, "hybrid"))

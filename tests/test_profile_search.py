@@ -323,9 +323,7 @@ def test_a_short_budget_does_less_and_says_so(small_work, pair, tokenizer, texts
     assert record["texts"] == 1 and record["steps"] == 6 and record["budget_seconds"] == 1e-6
     assert len(record["frontier"]) == 2  # the seeds, and with one head more
 
-    whole = profile_pair(
-        *pair, texts=texts, tokenizer=tokenizer, **SETTINGS
-    )  # takes its place in the cache, and keeps it
+    whole = profile_pair(*pair, texts=texts, tokenizer=tokenizer, **SETTINGS)  # replaces it in the cache
     with pytest.warns(UserWarning, match="stays: it was not cut short"):
         cut = profile_pair(*pair, texts=texts, tokenizer=tokenizer, budget_seconds=1e-6, **SETTINGS)
     assert cut.path is None and Profile.load(whole.path) == whole

@@ -6,10 +6,14 @@ import lzma
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dustin_compile import smol
+
+Source = TypeVar("Source", str, list[int], Tensor)
 
 BOOK_PART = (0.70, 0.85)  # behind what the small draft was trained on; the rest is for evaluation
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -74,6 +78,12 @@ def read_book(part: tuple[float, float] = BOOK_PART) -> str:
     book = lzma.decompress(path.read_bytes()).decode()
     low, high = (int(share * len(book)) for share in part)
     return book[low:high]
+
+
+def spread_parts(source: Source, count: int, length: int) -> list[Source]:
+    """Evenly spread parts of a text or of its tokens, which overlap where it is short for them."""
+    room = max(len(source) - length, 0)
+    return [source[i * room // max(count - 1, 1) :][:length] for i in range(count)]
 
 
 def hide_needles(

@@ -30,7 +30,7 @@ from dustin_compile.pair import resolve_pair
 from dustin_compile.paths import cache_directory
 from dustin_compile.profile import Head, Profile, cached_path
 from dustin_compile.profiling.fingerprint import Fingerprint, fingerprint
-from dustin_compile.profiling.haystack import SLACK, Trial, hide_needles, read_book
+from dustin_compile.profiling.haystack import SLACK, Trial, hide_needles, read_book, spread_parts
 from dustin_compile.profiling.plots import plot_search
 from dustin_compile.profiling.reader import Reader
 from dustin_compile.profiling.retrieval_heads import ANSWER_TOKENS, HeadScores, score_heads_on, top_heads
@@ -226,9 +226,7 @@ def gather_data(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] | None,
 
 def take_passages(text: list[int], length: int) -> list[list[int]]:
     """As many passages of a text as it holds, but at most PASSAGES, evenly spread; all of a shorter one."""
-    count = min(PASSAGES, max(1, round(len(text) / length)))
-    starts = [i * (len(text) - length) // (count - 1) for i in range(count)] if count > 1 else [0]
-    return [text[start : start + length] for start in starts]
+    return spread_parts(text, min(PASSAGES, max(1, round(len(text) / length))), length)
 
 
 class Work:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dustin_compile.profiling.haystack import DEPTHS, SLACK, Trial, hide_needles
+from dustin_compile.profiling.haystack import DEPTHS, SLACK, Trial, hide_needles, spread_parts
 
 TEST_PART = (0.85, 1.0)  # of the book: neither the small draft nor a profile was made with it
 CHARACTERS = 8  # a token, at most, on average
@@ -66,10 +66,9 @@ def take_passages(tokenizer: PreTrainedTokenizerBase, text: str, count: int, tok
         TextTooShortError: the text is shorter than a passage.
     """
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
-    room = len(ids) - tokens
-    if room < 0:
+    if len(ids) < tokens:
         raise TextTooShortError(f"the text has {len(ids)} tokens, fewer than a passage of {tokens}")
-    return torch.stack([ids[i * room // max(count - 1, 1) :][:tokens] for i in range(count)])
+    return torch.stack(spread_parts(ids, count, tokens))
 
 
 def take_trials(tokenizer: PreTrainedTokenizerBase, text: str, count: int, tokens: int) -> list[Trial]:
@@ -80,10 +79,8 @@ def take_trials(tokenizer: PreTrainedTokenizerBase, text: str, count: int, token
     Raises:
         TextTooShortError: a part gives a prompt that is shorter by more than SLACK.
     """
-    room = max(len(text) - CHARACTERS * tokens, 0)
     trials = []
-    for i in range(count):
-        part = text[i * room // max(count - 1, 1) :][: CHARACTERS * tokens]
+    for i, part in enumerate(spread_parts(text, count, CHARACTERS * tokens)):
         needle, depth = NEEDLES[i % len(NEEDLES)], DEPTHS[i % len(DEPTHS)]
         trials += hide_needles(tokenizer, part, tokens, [needle], [depth])
         if len(trials[-1].prompt) < tokens - SLACK:

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from dustin_compile.benchmark.results import Row
 
-Key = tuple[str, str, str, int | None, int | None]
 MARKERS = "osv^DXP*<>dph"
 SETTINGS = ("sinks", "window", "gamma", "reduce", "heads")  # that the part "sensitivity" varies
 
@@ -19,22 +18,19 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     return list({row["name"]: row for row in rows}.values())
 
 
-def index(rows: Iterable[Row]) -> dict[Key, Row]:
-    """Rows of the main measurements by metric, selector, draft, context and budget."""
-    names = ("metric", "selector", "draft", "context", "budget")
-    return {tuple(row[name] for name in names): row for row in latest(rows)}
-
-
 def make_table(rows: Sequence[Row], metric: str, draft: str) -> Table:
     """A metric by selector, context and budget, with its intervals."""
-    found = {key: row for key, row in index(rows).items() if key[0] == metric and key[2] == draft and key[3] and key[4]}
-    places = sorted({(key[3], -(key[4] or 0)) for key in found})
+    found = {
+        (row["selector"], row["context"], row["budget"]): _cell(row)
+        for row in latest(rows)
+        if (row["metric"], row["draft"]) == (metric, draft) and row["context"] and row["budget"]
+    }
+    places = sorted({key[1:] for key in found}, key=lambda place: (place[0], -place[1]))
     table = Table("selector", title=f"{metric}, draft {draft}")
     for context, budget in places:
-        table.add_column(f"{context:,}, {-budget}", justify="right")
-    for selector in dict.fromkeys(key[1] for key in found):
-        cells = [found.get((metric, selector, draft, context, -budget)) for context, budget in places]
-        table.add_row(selector, *("" if row is None else _cell(row) for row in cells))
+        table.add_column(f"{context:,}, {budget}", justify="right")
+    for selector in dict.fromkeys(selector for selector, *_ in found):
+        table.add_row(selector, *(found.get((selector, *place), "") for place in places))
     return table
 
 
@@ -89,8 +85,9 @@ def draw_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
     def lines_of(draft: str, metric: str, label: str, **fields) -> dict[str, list[Row]]:
         """Rows of a metric by the field that names their line."""
         lines: dict[str, list[Row]] = {}
+        fields |= {"draft": draft, "metric": metric}
         for row in rows:
-            same = all(row[name] == value for name, value in {"draft": draft, "metric": metric, **fields}.items())
+            same = all(row[name] == value for name, value in fields.items())
             if same and row["budget"] and row["selector"] != "full":
                 lines.setdefault(str(row[label]), []).append(row)
         return lines

@@ -111,8 +111,7 @@ class QualityRun:
         if strangers := [name for name, found in self.profiles.items() if found and name not in self.drafts]:
             raise ValueError(f"profiles: {strangers[0]!r} is none of the drafts {', '.join(self.drafts)}")
         for name in ("contexts", "budgets", "parts"):
-            values = list(getattr(self, name))
-            if twice := [value for value in values if values.count(value) > 1]:
+            if twice := _repeated(getattr(self, name)):
                 raise ValueError(f"{name}: {twice[0]} is there more than once")
         self.positions = min(max_length(self.target, draft) for draft in self.drafts.values())
         for context in self.contexts:
@@ -141,8 +140,7 @@ class QualityRun:
         config = DustinConfig(budget=budget, gamma=self.gamma)
         models = self.target, self.drafts[draft]
         if profiles := self.profiles.get(draft):
-            budgets = [profile.budget for profile in profiles]
-            if twice := [value for value in budgets if budgets.count(value) > 1]:
+            if twice := _repeated([profile.budget for profile in profiles]):
                 raise ValueError(f"profiles: {draft} has more than one of budget {twice[0]}")
             profile = min(profiles, key=lambda found: (found.budget is None, abs((found.budget or 0) - budget)))
         elif found := find_profile(*models, config):
@@ -530,6 +528,10 @@ class QualityRun:
             f"{self.chosen[draft, budget][1]}: target layers {target}, draft layers {ahead}, {setting.draft_share} of "
             f"{setting.free} free positions to the draft at budget {budget}"
         )
+
+
+def _repeated(values: Sequence[Any]) -> list[Any]:
+    return [value for value in values if values.count(value) > 1]
 
 
 def _frame(config: DustinConfig) -> dict[str, Any]:

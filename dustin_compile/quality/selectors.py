@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,7 +83,7 @@ class Step:
 
 def score(
     engine: Engine,
-    queries: Sequence[Tensor],
+    queries: Sequence[Tensor] | Mapping[int, Tensor],
     cache: Cache,
     lengths: Tensor,
     heads: tuple[Head, ...],
@@ -117,68 +117,69 @@ def choose(step: Step, settings: Settings, draft_scores: Tensor, target_scores: 
     return chosen.scatter_add_(1, indices.long(), valid.int()).bool()[:, None, None]
 
 
-def _everywhere(chosen: Tensor) -> Keep:
+def everywhere(chosen: Tensor) -> Keep:
+    """One set for all layers, heads and queries."""
     return lambda layer, query: chosen
 
 
 def full(step: Step, settings: Settings) -> Keep:
     """The whole cache."""
-    return _everywhere(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=step.lengths.device))
+    return everywhere(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=step.lengths.device))
 
 
 def hybrid(step: Step, settings: Settings) -> Keep:
     """Dustin: the draft's look-ahead first, then the target's history."""
     ahead = step.draft_scores(settings.draft_heads, settings.reduce)
-    return _everywhere(choose(step, settings, ahead, step.target_scores(settings.target_heads), settings.draft_share))
+    return everywhere(choose(step, settings, ahead, step.target_scores(settings.target_heads), settings.draft_share))
 
 
 def first_set(step: Step, settings: Settings) -> Keep:
     """What the draft reads in its first step, where no look-ahead was yet: the target's choice, not smoothed."""
     scores = step.target_scores(settings.target_heads, raw=True)
-    return _everywhere(choose(step, settings, scores, scores, 0))
+    return everywhere(choose(step, settings, scores, scores, 0))
 
 
 def history(step: Step, settings: Settings) -> Keep:
     """The target's history alone."""
     scores = step.target_scores(settings.target_heads)
-    return _everywhere(choose(step, settings, scores, scores, 0))
+    return everywhere(choose(step, settings, scores, scores, 0))
 
 
 def draft(step: Step, settings: Settings) -> Keep:
     """The draft's look-ahead alone."""
     scores = step.draft_scores(settings.draft_heads, settings.reduce)
-    return _everywhere(choose(step, settings, scores, scores, 0))
+    return everywhere(choose(step, settings, scores, scores, 0))
 
 
 def total(step: Step, settings: Settings) -> Keep:
     """The sum of both scores, each of which sums to 1."""
     scores = step.target_scores(settings.target_heads) + step.draft_scores(settings.draft_heads, "mean")
-    return _everywhere(choose(step, settings, scores, scores, 0))
+    return everywhere(choose(step, settings, scores, scores, 0))
 
 
 def unsmoothed(step: Step, settings: Settings) -> Keep:
     """The hybrid without `smooth`."""
     ahead = step.draft_scores(settings.draft_heads, settings.reduce)
     scores = step.target_scores(settings.target_heads, raw=True)
-    return _everywhere(choose(step, settings, ahead, scores, settings.draft_share))
+    return everywhere(choose(step, settings, ahead, scores, settings.draft_share))
 
 
 def streaming(step: Step, settings: Settings) -> Keep:
     """StreamingLLM: sinks, and a window of all the rest."""
     place = torch.arange(step.cache.key.shape[3], device=step.lengths.device, dtype=torch.float32)
     scores = place.expand(len(step.lengths), -1)
-    return _everywhere(choose(step, settings, scores, scores, 0))
+    return everywhere(choose(step, settings, scores, scores, 0))
 
 
 def oracle(step: Step, settings: Settings) -> Keep:
     """One set of the highest true attention of the verify queries."""
     scores = _mass(step).mean(0)
-    return _everywhere(choose(step, settings, scores, scores, 0))
+    return everywhere(choose(step, settings, scores, scores, 0))
 
 
 def oracle_3(step: Step, settings: Settings) -> Keep:
     """The oracle with a set for each third of the layers."""
-    parts = [part.mean(0) for part in _mass(step).tensor_split(min(LAYER_GROUPS, step.target.layers))]
+    parts = [_mass(step)[group].mean(0) for group in _layer_groups(step)]
     return _by_group(step, [choose(step, settings, part, part, 0) for part in parts])
 
 
@@ -186,8 +187,8 @@ def hybrid_3(step: Step, settings: Settings) -> Keep:
     """The hybrid with a set for each third of the layers, by its own target heads, or by all where it has none."""
     ahead = step.draft_scores(settings.draft_heads, settings.reduce)
     sets = []
-    for group in torch.arange(step.target.layers).tensor_split(min(LAYER_GROUPS, step.target.layers)):
-        heads = tuple(head for head in settings.target_heads if head[0] in group.tolist())
+    for group in _layer_groups(step):
+        heads = tuple(head for head in settings.target_heads if head[0] in group)
         scores = step.target_scores(heads or settings.target_heads)
         sets.append(choose(step, settings, ahead, scores, settings.draft_share))
     return _by_group(step, sets)
@@ -195,9 +196,6 @@ def hybrid_3(step: Step, settings: Settings) -> Keep:
 
 def reselect(step: Step, settings: Settings) -> Keep:
     """The hybrid, chosen anew in each layer with target heads, by what these attend to with the block's own queries."""
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in settings.target_heads:
-        by_layer.setdefault(layer, []).append(head)
     first = hybrid(step, settings)
     chosen = first(0, step.last_queries[0])
 
@@ -205,9 +203,8 @@ def reselect(step: Step, settings: Settings) -> Keep:
         nonlocal chosen
         if layer == 0:  # of a new pass, which asks for the layers in their order
             chosen = first(0, query)
-        if layer in by_layer:
-            probs = attention(query, step.cache.key[layer], step.lengths, step.target.scale)
-            scores = probs[:, by_layer[layer]].mean((1, 2))
+        if heads := tuple(head for head in settings.target_heads if head[0] == layer):
+            scores = score(step.target, {layer: query}, step.cache, step.lengths, heads)
             chosen = choose(step, settings, scores, scores, 0)
         return chosen
 
@@ -302,9 +299,13 @@ def _mass(step: Step) -> Tensor:
 
 
 def _by_group(step: Step, sets: list[Tensor]) -> Keep:
-    parts = torch.arange(step.target.layers).tensor_split(len(sets))
-    group_of = {layer: index for index, part in enumerate(parts) for layer in part.tolist()}
-    return lambda layer, query: sets[group_of[layer]]
+    set_of = {layer: chosen for group, chosen in zip(_layer_groups(step), sets, strict=True) for layer in group}
+    return lambda layer, query: set_of[layer]
+
+
+def _layer_groups(step: Step) -> list[list[int]]:
+    layers = torch.arange(step.target.layers)
+    return [group.tolist() for group in layers.tensor_split(min(LAYER_GROUPS, len(layers)))]
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
