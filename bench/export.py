@@ -9,6 +9,7 @@ and the others go on.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ from dustin_compile.benchmark.pairs import SHAPES, SMOLLM2, compile_models, make
 from dustin_compile.benchmark.results import RESULTS, append_rows, make_row
 from dustin_compile.benchmark.timing import median_us, now
 from dustin_compile.export import BUILDERS, Backend, export_pair
-from dustin_compile.runtime import ExportedPair
+from dustin_compile.runtime import MANIFEST, TENSORRT_PACKAGES, ExportedPair
 
 OUTPUT = RESULTS / "export.jsonl"
 CUDA = torch.device("cuda")
@@ -75,6 +76,12 @@ def record(name: str, value: float, unit: str, conditions: str, **fields) -> Non
     tell(f"{name}: {value:.4g} ({unit}); {conditions}")
 
 
+def engines_of(directory: Path) -> str:
+    """For the conditions of a row: the TensorRT that built what is in a directory, or nothing."""
+    platform = json.loads((directory / MANIFEST).read_text())["platform"]
+    return "".join(f", {name} {platform[name]}" for name in TENSORRT_PACKAGES if name in platform)
+
+
 @contextmanager
 def build_once(backend: Backend, built: Path) -> Iterator[None]:
     """Within, exports build each program once, in a folder; programs are named by what is in them."""
@@ -105,16 +112,18 @@ def compare_tokens(name: str, backend: Backend, context: int, tokens: int) -> No
             directory = Path(folder) / verify
             export_pair(pair, directory, backend=backend, batch=1, max_length=context + tokens, progress=tell)
             exported = load_exported(directory)
+            engines = engines_of(directory)
             tell(f"{verify}: loaded")
             found = exported.generate(prompts, max_new_tokens=tokens, eos_token_id=[]).sequences
             tell(f"{verify}: the exported pair has generated")
             expected = pair.generate(prompts, max_new_tokens=tokens, eos_token_id=[]).sequences
             equal[verify] = int((expected == found)[0, context:].long().cumprod(0).sum())
-            record(f"{row}/{verify}", equal[verify] == tokens, "1 or 0", f"{prompt}{equal[verify]} of {tokens}")
+            conditions = f"{prompt}{equal[verify]} of {tokens}{engines}"
+            record(f"{row}/{verify}", equal[verify] == tokens, "1 or 0", conditions)
             del pair, exported
             torch.cuda.empty_cache()
     parts = ", ".join(f"{verify} {same} of {tokens}" for verify, same in equal.items())
-    record(row, all(same == tokens for same in equal.values()), "1 or 0", prompt + parts)
+    record(row, all(same == tokens for same in equal.values()), "1 or 0", prompt + parts + engines)
 
 
 @torch.no_grad()
@@ -137,16 +146,17 @@ def compare_steps(name: str, backend: Backend, batch: int, context: int, layers:
     """bf16 step times, both captured as one CUDA graph, in turn in one process; and what the export costs."""
     pair = make(name, torch.bfloat16, layers)
     prompts = prompts_for(name, batch, context)
-    depth = f", {layers[0]} and {layers[1]} layers, random weights" if name != SMOLLM2 else ""
+    what = f", {layers[0]} and {layers[1]} layers, random weights" if name != SMOLLM2 else ""
     label = f"{name}/{backend}" if batch == 1 else f"{name}/{backend}/{batch}"
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "pair"
         began = now(CUDA)
         export_pair(pair, directory, backend=backend, batch=batch, max_length=context + 64, progress=tell)
         export_seconds = now(CUDA) - began
+        what += engines_of(directory)
         sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
         programs = [size for file, size in sizes.items() if file.endswith((".pt2", ".engine"))]
-        conditions = f"bf16, batch {batch}, prefill_chunk {CHUNK}, {len(programs)} programs{depth}"
+        conditions = f"bf16, batch {batch}, prefill_chunk {CHUNK}, {len(programs)} programs{what}"
         record(f"export_s/{label}", export_seconds, "s", f"{conditions}; {len(os.sched_getaffinity(0))} cores")
         record(f"export_size_mb/{label}", sum(sizes.values()) / 1e6, "MB", conditions)
         record(f"export_programs_mb/{label}", sum(programs) / 1e6, "MB", conditions)
@@ -164,7 +174,7 @@ def compare_steps(name: str, backend: Backend, batch: int, context: int, layers:
             medians = {key: statistics.median(values) for key, values in times.items()}
             conditions = (
                 f"bf16, {context} positions, batch {batch}, gamma {pair.config.gamma}, budget {pair.config.budget}, "
-                f"prefill_chunk {CHUNK}, sparse{depth}; one CUDA graph replay, median of {len(times['compiled'])} "
+                f"prefill_chunk {CHUNK}, sparse{what}; one CUDA graph replay, median of {len(times['compiled'])} "
                 "medians, both in turn in one process"
             )
             fields = {"step_us": {key: round(value, 1) for key, value in medians.items()}}
@@ -174,7 +184,8 @@ def compare_steps(name: str, backend: Backend, batch: int, context: int, layers:
     if name == SMOLLM2:
         errors = logits_errors(name, pair, exported, prompts[:, :256])
         conditions = (
-            f"bf16, logits of 5 positions behind 251, relative to fp32; the compiled pair's: {errors['compiled']:.4g}"
+            f"bf16, logits of 5 positions behind 251, relative to fp32{what}; "
+            f"the compiled pair's: {errors['compiled']:.4g}"
         )
         record(f"export_logits_error/{label}", errors["exported"], "ratio", conditions, errors=errors)
 
