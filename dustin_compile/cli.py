@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from types import FrameType
+from typing import IO, Annotated, Any, Literal, NoReturn
 
 import torch
 import typer
@@ -19,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from dustin_compile import smol
@@ -32,12 +36,12 @@ from dustin_compile.benchmark.text import TextRun
 from dustin_compile.config import AttentionMode, DustinConfig
 from dustin_compile.demo import COMPARE_STAGES, Comparison, compare, decode_rate
 from dustin_compile.export import Backend, check_export, export_pair
-from dustin_compile.generation import Pair
+from dustin_compile.generation import Pair, check_decoding
 from dustin_compile.layer_skip import layer_skip as skip_layers
 from dustin_compile.loading import LoadedPair, choose_place, load_pair
 from dustin_compile.packages import BuildError
-from dustin_compile.pair import compile_pair, resolve_pair
-from dustin_compile.profile import Profile
+from dustin_compile.pair import CompiledPair, compile_pair, resolve_pair
+from dustin_compile.profile import Profile, default_profile
 from dustin_compile.profiling.pipeline import is_cut, profile_pair
 from dustin_compile.quality.report import draw_plots as draw_quality
 from dustin_compile.quality.report import make_sensitivity_table
@@ -48,11 +52,13 @@ from dustin_compile.runtime import load_exported, read_manifest
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-FIXED_BY_EXPORT = ("target", "draft", "budget", "gamma", "verify", "device", "dtype", "compile")
+FIXED_BY_EXPORT = ("target", "draft", "profile", "budget", "gamma", "verify", "device", "dtype", "compile")
+EXPORT_LENGTH = 8192
 
 TargetOption = Annotated[str, typer.Option(help="Hugging Face name or directory of the model that verifies.")]
 DraftOption = Annotated[str, typer.Option(help="Name or directory of the model that proposes.")]
-PromptOption = Annotated[typer.FileText, typer.Option(help="Text to continue; - is standard input.")]
+PromptOption = Annotated[typer.FileText, typer.Option(encoding="utf-8", help="Text to continue; - is standard input.")]
+ProfileOption = Annotated[Path | None, typer.Option(help="File of the pair's profile; default: the cached one.")]
 BudgetOption = Annotated[int, typer.Option(help="Positions in the verification set.")]
 GammaOption = Annotated[int, typer.Option(help="Tokens that the draft proposes in a step.")]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")]
@@ -88,12 +94,14 @@ def demo(
                 f"context={context}, max_new_tokens={max_new_tokens} and gamma={gamma} add up to more than the "
                 f"{smol.MAX_POSITIONS} positions of {smol.MODEL}"
             )
+        place = _place(device, dtype)
         stage("weights")
         directories = smol.target_directory(), smol.draft_directory()
         stage("loading")
-        pair = _load(*directories, device, dtype)
+        pair = load_pair(*directories, **place)
         input_ids = smol.passage(pair.tokenizer, context)
-        comparison = compare(pair, input_ids, max_new_tokens, config, stage)
+        profile = default_profile(pair.target.config, pair.draft.config, config)  # whatever is cached here
+        comparison = compare(pair, input_ids, max_new_tokens, config, profile, stage)
     _report(smol.MODEL, smol.DRAFT, pair, input_ids, config, comparison, time.perf_counter() - started, as_json)
 
 
@@ -103,6 +111,7 @@ def compare_command(
     draft: DraftOption,
     prompt_file: PromptOption,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to add.")] = 64,
+    profile: ProfileOption = None,
     budget: BudgetOption = 512,
     gamma: GammaOption = 4,
     device: DeviceOption = "auto",
@@ -114,10 +123,13 @@ def compare_command(
     started = time.perf_counter()
     with _messages(), _progress(1 + COMPARE_STAGES) as stage:
         config = DustinConfig(gamma=gamma, budget=budget, compile=compile)
+        chosen = None if profile is None else Profile.load(profile)
+        place = _place(device, dtype)
+        prompt = _read_text("--prompt-file", prompt_file)
         stage("loading")
-        pair = _load(target, draft, device, dtype)
-        input_ids = pair.tokenizer(_read_text("--prompt-file", prompt_file), return_tensors="pt").input_ids
-        comparison = compare(pair, input_ids, max_new_tokens, config, stage)
+        pair = load_pair(target, draft, **place)
+        input_ids = pair.tokenizer(prompt, return_tensors="pt").input_ids
+        comparison = compare(pair, input_ids, max_new_tokens, config, chosen, stage)
     _report(target, draft, pair, input_ids, config, comparison, time.perf_counter() - started, as_json)
 
 
@@ -138,6 +150,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    profile: ProfileOption = None,
     budget: BudgetOption = 512,
     gamma: GammaOption = 4,
     verify: Annotated[AttentionMode, typer.Option(help="sparse: approximate; dense: lossless.")] = "sparse",
@@ -149,33 +162,27 @@ def generate(
     """Continue a text with any pair, or with one that was exported."""
     started = time.perf_counter()
     with _messages(), _progress(2) as stage:
-        pair: Pair
+        check_decoding(max_new_tokens, temperature, top_k, top_p)
+        load: Callable[[], tuple[PreTrainedTokenizerBase, Pair]]
         if exported is not None:
             sources = {name: context.get_parameter_source(name) for name in FIXED_BY_EXPORT}
             given = [f"--{name}" for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
             if given:
                 raise ValueError(f"{', '.join(given)}: what was exported has its own")
-            name = tokenizer or read_manifest(exported)["tokenizer"]
-            if name is None:
+            named = read_manifest(exported)["tokenizer"]
+            if tokenizer is None and named is None:
                 raise ValueError(f"{exported} names no tokenizer: give --tokenizer")
-            stage("loading")
-            text_tokenizer = AutoTokenizer.from_pretrained(name)
-            pair = load_exported(exported)
+            load = partial(_load_exported, exported, tokenizer, named)
+        elif target is None or draft is None or tokenizer is not None:
+            raise ValueError("give --target and --draft, or --exported and perhaps --tokenizer")
         else:
-            if target is None or draft is None or tokenizer is not None:
-                raise ValueError("give --target and --draft, or --exported and perhaps --tokenizer")
             config = DustinConfig(gamma=gamma, budget=budget, verify=verify, compile=compile)
-            stage("loading")
-            loaded = _load(target, draft, device, dtype)
-            text_tokenizer = loaded.tokenizer
-            pair = compile_pair(
-                loaded.target,
-                loaded.draft,
-                config=config,
-                tokenizer=loaded.tokenizer,
-                assistant_tokenizer=loaded.assistant_tokenizer,
-            )
-        input_ids = text_tokenizer(_read_text("--prompt-file", prompt_file), return_tensors="pt").input_ids
+            chosen = None if profile is None else Profile.load(profile)
+            load = partial(_load_compiled, target, draft, _place(device, dtype), config, chosen)
+        prompt = _read_text("--prompt-file", prompt_file)
+        stage("loading")
+        text_tokenizer, pair = load()
+        input_ids = text_tokenizer(prompt, return_tensors="pt").input_ids
         stage("generating")
         output = pair.generate(
             input_ids,
@@ -219,8 +226,11 @@ def export_command(
     out: Annotated[Path, typer.Option(help="New or empty directory.")],
     backend: Annotated[Backend, typer.Option(help="aot-inductor needs a C++ compiler, not TensorRT.")] = "tensorrt",
     batch: Annotated[list[int], typer.Option(help="Rows of a request; may be repeated.")] = [1],  # noqa: B006
-    max_length: Annotated[int, typer.Option(help="Tokens that a row may have, prompt included.")] = 8192,
-    profile: Annotated[Path | None, typer.Option(help="File of the pair's profile; default: the cached one.")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help=f"Tokens that a row may have, prompt included; default: {EXPORT_LENGTH}, or all positions."),
+    ] = None,
+    profile: ProfileOption = None,
     budget: BudgetOption = 512,
     gamma: GammaOption = 4,
     verify: Annotated[AttentionMode, typer.Option(help="sparse: approximate; dense: lossless.")] = "sparse",
@@ -235,25 +245,23 @@ def export_command(
     """Write a pair for deployment, to be run by generate --exported or load_exported on hardware like this."""
     started = time.perf_counter()
     with _messages(), _progress(None) as stage:
+        _check_output("--out", out, folder=True)
         config = DustinConfig(
             gamma=gamma, budget=budget, verify=verify, refresh_every=refresh_every, prefill_chunk=prefill_chunk
         )
-        place, _ = choose_place(*_place(device, dtype))
+        chosen = None if profile is None else Profile.load(profile)
+        place = _place(device, dtype)
         configs = [AutoConfig.from_pretrained(name) for name in (target, draft)]
         # What has no such limit is no supported model, which compile_pair says.
-        positions = min(getattr(each, "max_position_embeddings", max_length) for each in configs)
-        check_export(out, backend=backend, batch=batch, max_length=max_length, device=place, positions=positions)
-        stage("loading")
-        pair = _load(target, draft, device, dtype)
-        compiled = compile_pair(
-            pair.target,
-            pair.draft,
-            config=config,
-            profile=profile,
-            tokenizer=pair.tokenizer,
-            assistant_tokenizer=pair.assistant_tokenizer,
+        positions = min(getattr(each, "max_position_embeddings", max_length or EXPORT_LENGTH) for each in configs)
+        if max_length is None:
+            max_length = min(EXPORT_LENGTH, positions)
+        check_export(
+            out, backend=backend, batch=batch, max_length=max_length, device=place["device"], positions=positions
         )
-        export_pair(compiled, out, backend=backend, batch=batch, max_length=max_length, progress=stage)
+        stage("loading")
+        _, pair = _load_compiled(target, draft, place, config, chosen)
+        export_pair(pair, out, backend=backend, batch=batch, max_length=max_length, progress=stage)
     size, seconds = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter() - started
     Console(stderr=True).print(Text(f"wrote {out}: {size / 1e6:,.1f} MB in {seconds:.1f} s"), soft_wrap=True)
     if as_json:
@@ -267,7 +275,8 @@ def profile_command(
     out: Annotated[Path | None, typer.Option(help="File for the profile, besides the cached one.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Directory for figures.")] = None,
     text_file: Annotated[
-        list[typer.FileText] | None, typer.Option(help="Prose to profile with; may be repeated. Default: Moby Dick.")
+        list[typer.FileText] | None,
+        typer.Option(encoding="utf-8", help="Prose to profile with; may be repeated. Default: Moby Dick."),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of the passages to read.")] = 4096,
     budget: BudgetOption = 512,
@@ -283,18 +292,14 @@ def profile_command(
 ) -> None:
     """Find the heads and the split that serve a pair best. Interrupted, the same command goes on from there."""
     started = time.perf_counter()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     with _messages():
-        if (target is None) != (draft is None):
-            raise ValueError("--target and --draft go together")
-        if layer_skip and target is not None:
-            raise ValueError(f"--layer-skip is of {smol.MODEL}, without --target and --draft")
-        if out is not None and out.is_dir():
-            raise ValueError(f"--out {out} is a directory")
+        _check_output("--out", out)
+        _check_output("--plot", plot, folder=True)
+        _check_models(target, draft, layer_skip)
         config = DustinConfig(gamma=gamma, budget=budget)
+        place = _place(device, dtype)
         texts = [_read_text("--text-file", file) for file in text_file or ()]
-        pair = _load(target or smol.target_directory(), draft or smol.draft_directory(), device, dtype)
+        pair = load_pair(target or smol.target_directory(), draft or smol.draft_directory(), **place)
         draft_name = SKIPPING if layer_skip else draft or smol.DRAFT
         profile = profile_pair(
             pair.target,
@@ -312,7 +317,7 @@ def profile_command(
             profile.save(out)
     record = profile.record
     console = Console(stderr=as_json)
-    table = Table("", "heads (layer, head)", title=f"{target or smol.MODEL} with {draft_name}")
+    table = Table("", "heads (layer, head)", title=Text(f"{target or smol.MODEL} with {draft_name}"))
     table.add_row("target", ", ".join(map(str, profile.target_heads)))
     table.add_row("draft", ", ".join(map(str, profile.draft_heads)))
     console.print(table)
@@ -384,6 +389,8 @@ def bench(
     console = Console(stderr=True)
     rows = []
     with _messages():
+        _check_output("--output", output)
+        _check_output("--plots", plots, folder=True)
         grid = Grid(
             contexts=_integers("contexts", contexts),
             batches=_integers("batches", batches),
@@ -393,14 +400,8 @@ def bench(
             gammas=_integers("gammas", gammas),
             minutes=minutes,
         )
-        made = make_pair(
-            pair,
-            *choose_place(*_place(device, dtype)),
-            profile,
-            gamma=gamma,
-            budget=budget,
-            compile=compile,
-        )
+        place = _place(device, dtype)
+        made = make_pair(pair, **place, profile=profile, gamma=gamma, budget=budget, compile=compile)
         tell = lambda message: console.print(Text(message))  # noqa: E731
         run = GridRun(made, grid, tell) if made.models.tokenizer is None else TextRun(made, grid, new_tokens, tell)
         for row in run:
@@ -430,7 +431,9 @@ def quality(
     layer_skip: Annotated[
         bool, typer.Option("--layer-skip", help=f"Also measure {smol.MODEL} with 24 of its own layers for a draft.")
     ] = False,
-    text_file: Annotated[typer.FileText | None, typer.Option(help="Prose to measure with. Default: Moby Dick.")] = None,
+    text_file: Annotated[
+        typer.FileText | None, typer.Option(encoding="utf-8", help="Prose to measure with. Default: Moby Dick.")
+    ] = None,
     parts: Annotated[str, typer.Option(help="What to measure, in this order.")] = ",".join(PARTS),
     minutes: Annotated[float, typer.Option(help="No part begins later than this.")] = 5.0,
     out: Annotated[Path, typer.Option(help="Rows are appended to it as they come.")] = RESULTS / "quality.jsonl",
@@ -440,22 +443,19 @@ def quality(
     as_json: JsonOption = False,
 ) -> None:
     """Measure what a sparse verification loses, against other ways to choose what it reads."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     console, rows = Console(stderr=True), []
     with _messages():
-        if (target is None) != (draft is None):
-            raise ValueError("--target and --draft go together")
-        if layer_skip and target is not None:
-            raise ValueError(f"--layer-skip is of {smol.MODEL}, without --target and --draft")
+        _check_output("--out", out)
+        _check_output("--plots", plots, folder=True)
+        _check_models(target, draft, layer_skip)
         if layer_skip_profile and not layer_skip:
             raise ValueError(f"--layer-skip-profile {layer_skip_profile[0]} needs --layer-skip")
         text = None if text_file is None else _read_text("--text-file", text_file)
         label = draft or smol.DRAFT
         profiles = {label: [Profile.load(path) for path in profile or ()],
                     SKIPPING: [Profile.load(path) for path in layer_skip_profile or ()]}  # fmt: skip
-        names = target or smol.target_directory(), draft or smol.draft_directory()
-        pair = _load(*names, device, "float32" if dtype == "auto" else dtype)
+        place = _place(device, "float32" if dtype == "auto" else dtype)
+        pair = load_pair(target or smol.target_directory(), draft or smol.draft_directory(), **place)
         resolve_pair(pair.target, pair.draft, pair.tokenizer, pair.assistant_tokenizer)  # which refuses what differs
         drafts = {label: pair.draft}
         if layer_skip:
@@ -501,44 +501,117 @@ def _integers(name: str, text: str) -> list[int]:
         raise ValueError(f"{name}={text!r} must be integers with commas between") from None
 
 
-def _load(target: str | Path, draft: str | Path, device: str, dtype: Dtype) -> LoadedPair:
-    place, kind = _place(device, dtype)
-    return load_pair(target, draft, device=place, dtype=kind)
+def _check_models(target: str | None, draft: str | None, layer_skip: bool) -> None:
+    if (target is None) != (draft is None):
+        raise ValueError("--target and --draft go together")
+    if layer_skip and target is not None:
+        raise ValueError(f"--layer-skip is of {smol.MODEL}, without --target and --draft")
 
 
-def _place(device: str, dtype: Dtype) -> tuple[str | None, torch.dtype | None]:
-    """The options as the library takes them: None for auto."""
-    return None if device == "auto" else device, None if dtype == "auto" else getattr(torch, dtype)
+def _check_output(option: str, path: Path | None, folder: bool = False) -> None:
+    """Refuse a file, or a folder of files, that could not be written; None is not asked for."""
+    if path is None:
+        return
+    if not folder and path.is_dir():
+        raise ValueError(f"{option} {path} is a directory")
+    existing = next(each for each in ((path, *path.parents) if folder else path.parents) if each.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{option} {path}: {existing} is not a directory")
+
+
+def _place(device: str, dtype: Dtype) -> dict[str, Any]:
+    """Where to run and in what, as keyword arguments."""
+    place, kind = choose_place(None if device == "auto" else device, None if dtype == "auto" else getattr(torch, dtype))
+    return {"device": place, "dtype": kind}
+
+
+def _load_compiled(
+    target: str, draft: str, place: dict[str, Any], config: DustinConfig, profile: Profile | None
+) -> tuple[PreTrainedTokenizerBase, CompiledPair]:
+    """The target's tokenizer and the pair."""
+    loaded = load_pair(target, draft, **place)
+    pair = compile_pair(
+        loaded.target,
+        loaded.draft,
+        config=config,
+        profile=profile,
+        tokenizer=loaded.tokenizer,
+        assistant_tokenizer=loaded.assistant_tokenizer,
+    )
+    return loaded.tokenizer, pair
+
+
+def _load_exported(directory: Path, tokenizer: str | None, named: str) -> tuple[PreTrainedTokenizerBase, Pair]:
+    """A tokenizer, by default the one that the export names, and the exported pair."""
+    try:
+        loaded = AutoTokenizer.from_pretrained(tokenizer or named)
+    except (OSError, ValueError) as error:
+        if tokenizer is not None:
+            raise
+        raise ValueError(f"the tokenizer {named} that {directory} names is not here: give --tokenizer") from error
+    return loaded, load_exported(directory)
 
 
 @contextmanager
 def _messages() -> Iterator[None]:
     """Warnings, and errors that the user can put right, as a line each instead of source lines and tracebacks."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     console = Console(stderr=True)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: console.print(Text(f"Warning: {message}", style="yellow"))
+    tell = lambda text, style: console.print(Text(text, style=style), soft_wrap=True)  # noqa: E731
+    with warnings.catch_warnings(), _leaving_on_signals():
+        warnings.showwarning = lambda message, *_: tell(f"Warning: {message}", "yellow")
         try:
             yield
         except (ValueError, OSError, ImportError, BuildError) as error:
-            console.print(Text(f"Error: {error}", style="red"))
+            tell(f"Error: {error}", "red")
             raise typer.Exit(1) from error
 
 
-def _read_text(option: str, file: IO[str]) -> str:
-    """A text file, as UTF-8."""
+@contextmanager
+def _leaving_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that what is unfinished is removed; nohup and others' handlers stay."""
+    numbers: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        names = ("SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+        numbers = [n for n in signal.Signals if n.name in names and signal.getsignal(n) is signal.SIG_DFL]
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # a second one would break off the removal
+        raise SystemExit(128 + number)
+
     try:
-        return file.read()
+        for number in numbers:
+            signal.signal(number, leave)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _read_text(option: str, file: IO[str]) -> str:
+    try:
+        text = file.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {file.name}: {error}") from None
+    if not text.strip():
+        raise ValueError(f"{option} {file.name} holds no text")
+    return text
 
 
 @contextmanager
 def _progress(stages: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, None for unknown stages; call what this gives with each stage's name as it begins."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    """A bar on stderr, None for unknown stages; call what this gives with each stage's name as it begins.
+
+    Where stderr is no terminal, the names are lines.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda name: console.print(Text(name), soft_wrap=True)
+        return
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=stages)
         completed = itertools.count()
         yield lambda name: progress.update(task, description=name, completed=next(completed))
@@ -561,7 +634,7 @@ def _report(
     for name, run in runs.items():
         console.print(Panel(Text(pair.tokenizer.decode(run.tokens).strip()), title=name))
 
-    table = Table(title=f"{model} with {draft}: γ {config.gamma}, {config.budget} positions")
+    table = Table(title=Text(f"{model} with {draft}: γ {config.gamma}, {config.budget} positions"))
     for heading in ("", "tokens/s", "speed-up", "tokens/step", "acceptance", "cache read"):
         table.add_column(heading, justify="right" if heading else "left")
     for name, run in runs.items():

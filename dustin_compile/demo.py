@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dustin_compile.config import DustinConfig
-from dustin_compile.generation import GenerationOutput
+from dustin_compile.generation import GenerationOutput, Pair
 from dustin_compile.loading import LoadedPair
 from dustin_compile.pair import compile_pair
-from dustin_compile.profile import default_profile
+from dustin_compile.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,12 @@ COMPARE_STAGES = 3  # that compare() announces
 
 
 def compare(
-    pair: LoadedPair, input_ids: Tensor, max_new_tokens: int, config: DustinConfig, stage: Callable[[str], None]
+    pair: LoadedPair,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    config: DustinConfig,
+    profile: Profile | None,
+    stage: Callable[[str], None],
 ) -> Comparison:
     """Continue a prompt greedily in three ways. No token ends a run early, so that all are equally long.
 
@@ -68,16 +73,33 @@ def compare(
         input_ids: [1, L] int64.
         max_new_tokens: at least 2, since the first comes with the prefill.
         config: of the sparse run; the dense one differs from it in `verify` and `draft_attention` only.
+        profile: as for `compile_pair`.
         stage: called with the name of each of the COMPARE_STAGES when it begins.
+
+    Raises:
+        IncompatibleModelError, ValueError: as `compile_pair`, or the models have too few positions.
     """
+    models, tokenizer = (pair.target, pair.draft), pair.tokenizer
+    compiled = compile_pair(
+        *models, config=config, profile=profile, tokenizer=tokenizer, assistant_tokenizer=pair.assistant_tokenizer
+    )
+    if input_ids.shape[1] + max_new_tokens > compiled.max_length:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} with a prompt of {input_ids.shape[1]} tokens exceeds the "
+            f"{compiled.max_length} positions that target and draft both have"
+        )
     input_ids = input_ids.to(pair.target.device)
     stage("target only")
     target_only = _run_target_only(pair.target, input_ids, max_new_tokens)
     stage("dense speculation")
     dense_config = dataclasses.replace(config, verify="dense", draft_attention="dense")
-    dense = _run_speculative(pair, input_ids, max_new_tokens, dense_config)
+    dense = _run_speculative(
+        compile_pair(*models, config=dense_config, profile=compiled.profile, tokenizer=tokenizer),
+        input_ids,
+        max_new_tokens,
+    )
     stage("Dustin")
-    sparse = _run_speculative(pair, input_ids, max_new_tokens, config)
+    sparse = _run_speculative(compiled, input_ids, max_new_tokens)
     return Comparison(target_only, dense, sparse)
 
 
@@ -87,16 +109,8 @@ def decode_rate(output: GenerationOutput) -> float:
     return tokens / output.stats.decode_seconds if tokens else 0.0
 
 
-def _run_speculative(pair: LoadedPair, input_ids: Tensor, max_new_tokens: int, config: DustinConfig) -> Run:
-    compiled = compile_pair(
-        pair.target,
-        pair.draft,
-        config=config,
-        profile=default_profile(pair.target.config, pair.draft.config, config),
-        tokenizer=pair.tokenizer,
-        assistant_tokenizer=pair.assistant_tokenizer,
-    )
-    output = compiled.generate(input_ids, max_new_tokens=max_new_tokens, eos_token_id=[])
+def _run_speculative(pair: Pair, input_ids: Tensor, max_new_tokens: int) -> Run:
+    output = pair.generate(input_ids, max_new_tokens=max_new_tokens, eos_token_id=[])
     return Run(
         tokens=output.sequences[0, input_ids.shape[1] :].tolist(),
         tokens_per_second=decode_rate(output),
@@ -120,19 +134,27 @@ class _PrefillEnd(LogitsProcessor):
 def _run_target_only(target: PreTrainedModel, input_ids: Tensor, max_new_tokens: int) -> Run:
     """transformers' own generate with its faster cache: static, and then compiled, on a GPU; dynamic on a CPU."""
     on_gpu = input_ids.device.type == "cuda"
-    for _ in range(2 if on_gpu else 1):  # the first compiles
-        prefill_end = _PrefillEnd()
-        sequences = target.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=[],
-            pad_token_id=0,  # of one row that never ends early; without EOS, generate cannot make one up
-            cache_implementation="static" if on_gpu else "dynamic",
-            logits_processor=LogitsProcessorList([prefill_end]),
-        )
-        ended = _now(input_ids.device)
+    greedy = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=[],
+        pad_token_id=0,  # of one row that never ends early; without EOS, generate cannot make one up
+        cache_implementation="static" if on_gpu else "dynamic",
+    )
+    # What is None in it, such as penalties, generate would fill in from the model's own.
+    own, target.generation_config = target.generation_config, greedy
+    try:
+        for _ in range(2 if on_gpu else 1):  # the first compiles
+            prefill_end = _PrefillEnd()
+            sequences = target.generate(
+                input_ids,
+                generation_config=greedy,
+                attention_mask=torch.ones_like(input_ids),
+                logits_processor=LogitsProcessorList([prefill_end]),
+            )
+            ended = _now(input_ids.device)
+    finally:
+        target.generation_config = own
     tokens = sequences[0, input_ids.shape[1] :].tolist()
     return Run(
         tokens=tokens,

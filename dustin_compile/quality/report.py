@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from dustin_compile.benchmark.results import Row
 
@@ -26,7 +27,7 @@ def make_table(rows: Sequence[Row], metric: str, draft: str) -> Table:
         if (row["metric"], row["draft"]) == (metric, draft) and row["context"] and row["budget"]
     }
     places = sorted({key[1:] for key in found}, key=lambda place: (place[0], -place[1]))
-    table = Table("selector", title=f"{metric}, draft {draft}")
+    table = Table("selector", title=Text(f"{metric}, draft {draft}"))
     for context, budget in places:
         table.add_column(f"{context:,}, {budget}", justify="right")
     for selector in dict.fromkeys(selector for selector, *_ in found):
@@ -36,7 +37,7 @@ def make_table(rows: Sequence[Row], metric: str, draft: str) -> Table:
 
 def make_sensitivity_table(rows: Sequence[Row], draft: str) -> Table:
     """KL and ARR with one setting changed at a time, with intervals."""
-    table = Table("setting", "value", "context, budget", "KL", "ARR", title=f"sensitivity, draft {draft}")
+    table = Table("setting", "value", "context, budget", "KL", "ARR", title=Text(f"sensitivity, draft {draft}"))
     rows = [row for row in latest(rows) if row["draft"] == draft]
     for name in SETTINGS:
         for kl in (row for row in rows if row["metric"] == f"kl_by_{name}"):
