@@ -5,14 +5,57 @@ from __future__ import annotations
 import warnings
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dustin_compile.kv_cache import head_dim
 
-SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_MODELS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+WEIGHTED = {**dict.fromkeys(LINEARS, nn.Linear), "embed_tokens": nn.Embedding}  # of which only the weights count
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
+# Settings of a GenerationConfig that change the text, and with which values besides None they do not.
+TEXT_SETTINGS = {
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "max_time": None,
+    "stop_strings": None,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "token_healing": False,
+    "guidance_scale": 1,
+    "watermarking_config": None,
+    "do_sample": False,
+}
+SAMPLING_SETTINGS = {
+    "temperature": 1,
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "top_h": None,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+}
 
 
 class IncompatibleModelError(ValueError):
@@ -31,7 +74,7 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         TypeError: not a transformers model.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"{role} must be a transformers model or the name of one, not {type(model).__name__}")
+        raise TypeError(f"{role} must be a transformers model, not {type(model).__name__}")
 
     def refuse(reason: str) -> None:
         raise IncompatibleModelError(f"{role} {model.config.name_or_path or type(model).__name__!r}: {reason}")
@@ -39,10 +82,22 @@ def check_model(model: PreTrainedModel, role: str) -> None:
     config = model.config
     if config.model_type not in SUPPORTED_MODELS:
         refuse(f"model_type={config.model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODELS)}")
-    if not type(model).__name__.endswith("ForCausalLM"):
-        refuse(f"{type(model).__name__} is not a causal LM (…ForCausalLM)")
+    causal_lm = getattr(transformers, SUPPORTED_MODELS[config.model_type])
+    if not isinstance(model, causal_lm):
+        refuse(f"{type(model).__name__} is not a causal LM ({causal_lm.__name__})")
+    for module in (model, model.model, *model.model.layers):  # in whose place the adapter's code runs
+        kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+        if not kind.__module__.startswith("transformers."):
+            refuse(f"{kind.__qualname__}.forward is not transformers' own, and would not run")
     if getattr(model, "is_quantized", False):
         refuse("quantized weights are not supported")
+    for path, module in model.named_modules():
+        found, expected = type(module), WEIGHTED.get(path.rpartition(".")[2])
+        if expected is not None and found is not expected:
+            refuse(
+                f"{path} is a {found.__module__}.{found.__qualname__}, not a torch.nn.{expected.__name__}: merge "
+                "adapters first (merge_and_unload)"
+            )
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in SUPPORTED_ROPE:
         refuse(f"rope_type={rope_type!r} is not supported; supported are {', '.join(SUPPORTED_ROPE)}")
@@ -85,6 +140,29 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
                 f"the tokenizers differ at id {token_id}: {first.get(token_id)!r} for the target, "
                 f"{second.get(token_id)!r} for the draft"
             )
+
+
+def warn_of_hooks(model: PreTrainedModel, role: str) -> None:
+    """Warn of a model's first forward hook: none runs in a pair. Those that transformers installs do not count."""
+    for path, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
+                name = f"{role}.{path}".rstrip(".")
+                warnings.warn(f"{name} has a forward hook: hooks do not run in a pair", stacklevel=3)
+                return
+
+
+def warn_of_settings(defaults: GenerationConfig) -> None:
+    """Warn of settings of the target's generation_config that change what transformers generates, but not a pair."""
+    settings = TEXT_SETTINGS | (SAMPLING_SETTINGS if defaults.do_sample else {})
+    found = {name: getattr(defaults, name, None) for name in settings}
+    active = [f"{name}={value!r}" for name, value in found.items() if value not in (None, settings[name])]
+    if active:
+        warnings.warn(
+            f"the target's generation_config has {', '.join(active)}, which `generate` does not apply: it decodes "
+            "greedily unless told otherwise",
+            stacklevel=3,
+        )
 
 
 def shared_vocab_size(

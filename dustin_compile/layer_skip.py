@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dustin_compile.adapter import share_structure
+from dustin_compile.compatibility import check_model
 
 
 def layer_skip(target: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
@@ -21,11 +22,14 @@ def layer_skip(target: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
         a model of the target's class whose parameters are the target's own.
 
     Raises:
+        IncompatibleModelError: the target is not supported.
+        TypeError: it is no transformers model.
         ValueError: keep is empty, not ascending, or names a layer that does not exist.
     """
+    check_model(target, "target")
     layers = target.config.num_hidden_layers
     indices = list(keep) if isinstance(keep, Sequence) else []
-    valid = all(isinstance(index, int) and 0 <= index < layers for index in indices)
+    valid = all(type(index) is int and 0 <= index < layers for index in indices)
     if not indices or not valid or sorted(set(indices)) != indices:
         raise ValueError(f"keep={keep!r} must be ascending layer indices of the target, 0 to {layers - 1}")
     draft = share_structure(target)

@@ -28,7 +28,7 @@ def load_pair(
 
     Raises:
         OSError: a model or the target's tokenizer is not there.
-        ValueError: the draft's checkpoint lacks weights.
+        ValueError: the draft's checkpoint lacks weights, or the device is not there.
     """
     target_model = load_target(target, device=device, dtype=dtype)
     return LoadedPair(
@@ -37,8 +37,14 @@ def load_pair(
 
 
 def choose_place(device: str | torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-    """Where and in what to run: by default the GPU, or the CPU without one; bfloat16 there, float32 on a CPU."""
+    """Where and in what to run: by default the GPU, or the CPU without one; bfloat16 there, float32 on a CPU.
+
+    Raises:
+        ValueError: the device is a GPU, and there is none.
+    """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device='{device}': there is no GPU that torch can use")
     return device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
@@ -54,6 +60,7 @@ def load_target(
 
     Raises:
         OSError: it is not there.
+        ValueError: the device is not there.
     """
     device, dtype = choose_place(device, dtype)
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)

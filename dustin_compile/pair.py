@@ -8,10 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dustin_compile.adapter import CausalModel
-from dustin_compile.compatibility import check_model, check_pair, check_tokenizers, max_length, shared_vocab_size
+from dustin_compile.compatibility import (
+    check_model,
+    check_pair,
+    check_tokenizers,
+    max_length,
+    shared_vocab_size,
+    warn_of_hooks,
+    warn_of_settings,
+)
 from dustin_compile.config import DustinConfig
 from dustin_compile.export import Backend, export_pair
 from dustin_compile.generation import Generation, Pair, Request
@@ -41,17 +49,18 @@ class CompiledPair(Pair):
             CausalModel(draft, profile.draft_heads, vocab_size, compile),
             dataclasses.replace(config, draft_share=share, compile=compile),
         )
-        super().__init__(generation, profile, vocab_size, max_length(target, draft), target.generation_config)
+        defaults = target.generation_config or GenerationConfig()
+        super().__init__(generation, profile, vocab_size, max_length(target, draft), defaults)
 
     def _choose_batch(self, request: Request) -> int:
-        """The next power of two, so that few batch sizes compile."""
-        longest = max(request.lengths)
+        """As many as it has, or where a step compiles the next power of two, so that few batch sizes do."""
+        rows, longest = len(request.lengths), max(request.lengths)
         if longest + request.max_new_tokens > self.max_length:
             raise ValueError(
                 f"max_new_tokens={request.max_new_tokens} with a prompt of {longest} tokens exceeds the "
                 f"{self.max_length} positions that target and draft both have"
             )
-        return 1 << (len(request.lengths) - 1).bit_length()
+        return 1 << (rows - 1).bit_length() if self.config.compile else rows
 
     def export(
         self,
@@ -103,8 +112,12 @@ def compile_pair(
 ) -> CompiledPair:
     """Make a pair that generates by draft-augmented sparse verification (Dustin, arXiv 2606.24957).
 
-    The models run and save as before: their weights are shared, not copied. Compilation happens at the first call of
-    `generate` for a batch size.
+    The models run and save as before: their weights are shared, not copied. They may change in place; a model that
+    was moved, cast or given other weights needs a new pair, and `generate` says so. Forward hooks do not run in a pair.
+
+    Where the settings compile, the rows of a request are rounded up to a power of two, and the first request of such a
+    size compiles. Requests share buffers and, on a GPU, captured steps; one that is larger than the buffers, in rows or
+    length, gets new ones, and its step is captured anew.
 
     Args:
         target: a transformers causal LM, or the name or directory of one, which is loaded in bfloat16 to the GPU
@@ -121,6 +134,7 @@ def compile_pair(
 
     Raises:
         IncompatibleModelError: a model is not supported, or the two do not go together; the message says why.
+        TypeError: an argument is of another type; the message names it.
         ValueError: the profile is another pair's, does not fit this one, or is damaged or too new.
     """
     config = DustinConfig() if config is None else config
@@ -128,7 +142,12 @@ def compile_pair(
         raise TypeError(f"config must be a DustinConfig, not {type(config).__name__}")
     if isinstance(profile, str | Path):
         profile = Profile.load(profile)
+    if not (profile is None or isinstance(profile, Profile)):
+        raise TypeError(f"profile must be a Profile or the path of its file, not {type(profile).__name__}")
     target, draft, tokenizer = resolve_pair(target, draft, tokenizer, assistant_tokenizer)
+    warn_of_hooks(target, "target")
+    warn_of_hooks(draft, "draft")
+    warn_of_settings(target.generation_config or GenerationConfig())
     vocab_size = shared_vocab_size(target, draft, tokenizer)
     if profile is None:
         profile = find_profile(target, draft, config)
@@ -161,6 +180,9 @@ def resolve_pair(
     Returns:
         target, draft and the target's tokenizer, if there is one.
     """
+    for name, value in (("tokenizer", tokenizer), ("assistant_tokenizer", assistant_tokenizer)):
+        if not (value is None or isinstance(value, PreTrainedTokenizerBase)):
+            raise TypeError(f"{name} must be a transformers tokenizer, not {type(value).__name__}")
     if isinstance(target, str | Path):
         tokenizer = tokenizer or find_tokenizer(target)
         target = load_target(target)

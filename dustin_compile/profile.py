@@ -24,6 +24,8 @@ FORMAT = "dustin_compile.profile"
 VERSION = 1
 SETTINGS = ("budget", "sinks", "window", "gamma")  # of the config that a profile was searched for
 
+FINGERPRINT = {f.name: int if f.type == "int" else str for f in dataclasses.fields(Fingerprint)}  # types of its fields
+
 Head = tuple[int, int]
 
 
@@ -59,15 +61,44 @@ class Profile:
     path: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        """Check each field.
+
+        Raises:
+            ValueError: naming the field.
+        """
+
+        def require(name: str, valid: bool, what: str) -> None:
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
+
         for name in ("target_heads", "draft_heads"):
-            if not getattr(self, name):
+            heads = getattr(self, name)
+            valid = isinstance(heads, tuple | list) and all(map(_is_pair, heads))
+            require(name, valid, "a list of (layer, head) pairs")
+            heads = tuple(map(tuple, heads))
+            if not heads:
                 raise ValueError(f"{name} is empty; scoring needs at least one (layer, head)")
+            if repeated := [head for head in heads if heads.count(head) > 1]:
+                raise ValueError(f"{name} has {repeated[0]} more than once")
+            object.__setattr__(self, name, heads)
+        require("draft_share", _is_int(self.draft_share) and self.draft_share >= 0, "an integer of at least 0")
+        for name in SETTINGS:
+            require(name, getattr(self, name) is None or _is_int(getattr(self, name)), "an integer or None")
+        arr = self.arr
+        require("arr", arr is None or (isinstance(arr, float | int) and 0 <= arr <= 1), "in 0 to 1, or None")
+        for name in ("versions", "record"):
+            require(name, isinstance(getattr(self, name), dict), "a dict")
+        for role in ("target", "draft"):
+            model = getattr(self, role)
+            values = vars(model) if isinstance(model, Fingerprint) else {}
+            valid = all(isinstance(values.get(name), kind) for name, kind in FINGERPRINT.items())
+            require(role, model is None or valid, f"None or a fingerprint of {', '.join(FINGERPRINT)}")
 
     def check(self, target: PretrainedConfig, draft: PretrainedConfig, config: DustinConfig) -> None:
         """Refuse a profile that does not fit the pair or its settings.
 
         Raises:
-            ValueError: a head does not exist, or the draft's share exceeds the free budget.
+            ValueError: a head does not exist, or the draft's share in use exceeds the free budget.
         """
         for name, model in (("target_heads", target), ("draft_heads", draft)):
             for layer, head in getattr(self, name):
@@ -77,7 +108,7 @@ class Profile:
                         f"and {model.num_attention_heads} heads"
                     )
         free = config.budget - config.sinks - config.window
-        if not 0 <= self.draft_share <= free:
+        if config.draft_share is None and self.draft_share > free:
             raise ValueError(f"draft_share={self.draft_share} must be in 0..{free} (budget - sinks - window)")
 
     def check_models(self, target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -220,36 +251,17 @@ def _parse(content: dict[str, Any]) -> dict[str, Any]:
     """Fields of a file as those of a Profile.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: naming one that is missing or none of a profile.
     """
     names = {f.name for f in dataclasses.fields(Profile)} - {"path"}
     for problem, wrong in (("missing", names - content.keys()), ("not a field of a profile", content.keys() - names)):
         if wrong:
             raise ValueError(f"{sorted(wrong)[0]} is {problem}")
 
-    def require(name: str, valid: bool, what: str) -> None:
-        if not valid:
-            raise ValueError(f"{name}={content[name]!r} must be {what}")
-
     fields = dict(content)
-    for name in ("target_heads", "draft_heads"):
-        heads = content[name]
-        require(name, isinstance(heads, list) and all(map(_is_pair, heads)), "a list of [layer, head] pairs")
-        fields[name] = tuple((layer, head) for layer, head in heads)
-    require("draft_share", _is_int(content["draft_share"]) and content["draft_share"] >= 0, "an integer of at least 0")
-    for name in SETTINGS:
-        require(name, content[name] is None or _is_int(content[name]), "an integer or null")
-    arr = content["arr"]
-    require("arr", arr is None or (isinstance(arr, float | int) and 0 <= arr <= 1), "in 0 to 1, or null")
-    for name in ("versions", "record"):
-        require(name, isinstance(content[name], dict), "an object")
-    types = {f.name: int if f.type == "int" else str for f in dataclasses.fields(Fingerprint)}
     for role in ("target", "draft"):
-        model = content[role]
-        valid = isinstance(model, dict) and model.keys() == types.keys()
-        valid = valid and all(isinstance(model[name], kind) for name, kind in types.items())
-        require(role, model is None or valid, f"null or a fingerprint of {', '.join(types)}")
-        fields[role] = model and Fingerprint(**model)
+        if isinstance(content[role], dict) and content[role].keys() == FINGERPRINT.keys():
+            fields[role] = Fingerprint(**content[role])
     return fields
 
 
@@ -258,7 +270,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_int, value))
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_int, value))
 
 
 def _spread_heads(model: PretrainedConfig, count: int) -> tuple[Head, ...]:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     MistralConfig,
     PreTrainedTokenizerFast,
@@ -23,6 +26,7 @@ from transformers import (
 
 from dustin_compile import DustinConfig, IncompatibleModelError, Profile, compile_pair, layer_skip
 from dustin_compile.adapter import defer_rotation
+from dustin_compile.loading import choose_place
 
 SMALL = DustinConfig(budget=32, sinks=2, window=8, compile=False)
 PROFILE = Profile(target_heads=((0, 0),), draft_heads=((0, 0),), draft_share=8)
@@ -58,6 +62,27 @@ def partly(model, change):
     return model
 
 
+class OwnLlama(LlamaForCausalLM):
+    """Runs as LlamaForCausalLM does."""
+
+
+class Adapted:
+    """Makes what an adapter puts in the place of a linear layer."""
+
+
+class Own:
+    def forward(self):
+        raise NotImplementedError
+
+
+def with_class(path, kind):
+    """A model one of whose modules is of a subclass."""
+    model = tiny_model()
+    module = model.get_submodule(path)
+    module.__class__ = type(kind.__name__, (kind, type(module)), {})
+    return model
+
+
 UNSUPPORTED = {
     # trap 28: sliding windows
     "mistral window": (with_window, "sliding_window=8"),
@@ -83,6 +108,13 @@ UNSUPPORTED = {
         lambda: AutoModelForSequenceClassification.from_config(LlamaConfig(**{**SHAPE, "pad_token_id": 0})),
         "LlamaForSequenceClassification.*not a causal LM",
     ),
+    "adapter": (
+        lambda: with_class("model.layers.1.self_attn.v_proj", Adapted),
+        r"model\.layers\.1\.self_attn\.v_proj is a \S+\.Adapted, not a torch\.nn\.Linear: merge adapters first",
+    ),
+    "adapter of the head": (lambda: with_class("lm_head", Adapted), "lm_head is a .*Adapted.*merge_and_unload"),
+    "forward of its own": (lambda: with_class("", Own), r"Own\.forward is not transformers' own"),
+    "layer of its own": (lambda: with_class("model.layers.2", Own), r"Own\.forward is not transformers' own"),
     "head_dim of no use": (lambda: tiny_model(head_dim=12), "head_dim=12"),
     "head_dim too large": (lambda: tiny_model(head_dim=512), "head_dim=512.*256"),
     "mixed dtypes": (lambda: partly(tiny_model(), lambda head: head.half()), "float16.*float32"),
@@ -122,6 +154,37 @@ def test_config_of_another_type_is_refused(settings):
         compile_pair(tiny_model(), tiny_model(), config=settings, profile=PROFILE)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("profile", {"draft_share": 8}, "profile must be a Profile or the path of its file, not dict"),
+        ("tokenizer", "name", "tokenizer must be a transformers tokenizer, not str"),
+        ("assistant_tokenizer", "name", "assistant_tokenizer must be a transformers tokenizer, not str"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(argument, value, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        compile_pair("nowhere", "nowhere", config=SMALL, **{"profile": PROFILE, argument: value})
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device='cuda:1': there is no GPU that torch can use"):
+        choose_place("cuda:1", None)
+
+
+def test_a_subclass_with_the_forward_of_its_family_is_supported():
+    target, (prompt, mask) = OwnLlama(LlamaConfig(**SHAPE)).eval(), random_prompts([3, 40])
+    sequences = compile_tiny(target, target, verify="dense").generate(prompt, mask, max_new_tokens=4).sequences
+    assert torch.equal(sequences, greedy(target, prompt, mask, 4))
+
+
+@pytest.mark.parametrize(("compile", "rows"), [(True, 8), (False, 5)])
+def test_rows_are_rounded_up_only_where_a_step_compiles(compile, rows):
+    pair = compile_tiny(*tiny_pair(num_hidden_layers=1), compile=compile)
+    assert pair._choose_batch(SimpleNamespace(lengths=[1] * 5, max_new_tokens=1)) == rows
+
+
 def test_supported_model_with_a_window_that_is_off():
     target = tiny_model("qwen2", use_sliding_window=False, sliding_window=8)
     compile_pair(target, target, config=SMALL, profile=PROFILE)
@@ -140,6 +203,89 @@ def test_shorter_of_both_limits_counts():
         assert pair.max_length == 64
         with pytest.raises(ValueError, match="max_new_tokens=5 with a prompt of 60 tokens exceeds the 64"):
             pair.generate(random_prompts([60])[0], max_new_tokens=5)
+
+
+# Weights that the models and a pair share
+
+
+def assign(model):
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def assign_one(model):
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(96, 64))
+
+
+MOVES = {
+    "cast": (lambda model: model.half(), "model.embed_tokens.weight"),
+    "there and back": (lambda model: model.half().float(), "model."),
+    "assigned": (assign, "model."),
+    "one assigned": (assign_one, "model.layers.1.mlp.up_proj.weight"),
+    "module replaced": (lambda model: setattr(model, "lm_head", torch.nn.Linear(64, 96, bias=False)), "lm_head"),
+}
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("move", MOVES)
+def test_weights_that_moved_are_noticed(move, role):
+    model = tiny_model(num_hidden_layers=2, tie_word_embeddings=role == "draft")
+    pair = compile_tiny(**{"target": tiny_model(), "draft": tiny_model(), role: model})
+    change, first = MOVES[move]
+    change(model)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(first)}.* was moved, cast or .*: call compile_pair again"):
+        pair.generate(random_prompts([4])[0], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_may_change_in_place_and_serve_several_pairs(tied):
+    target, other = (tiny_model(num_hidden_layers=2, tie_word_embeddings=tied, seed=seed) for seed in (0, 1))
+    draft = tiny_model(num_hidden_layers=1, seed=2)
+    draft.model.embed_tokens.weight, draft.lm_head.weight = target.model.embed_tokens.weight, target.lm_head.weight
+    pairs = [compile_tiny(target, each, verify="dense") for each in (layer_skip(target, [1]), draft, draft)]
+    target.load_state_dict(other.state_dict())
+    input_ids, mask = random_prompts([5, 33])
+    for pair in pairs:
+        output = pair.generate(input_ids, mask, max_new_tokens=4)
+        assert torch.equal(output.sequences, greedy(other, input_ids, mask, 4))
+
+
+# What a pair does not apply
+
+
+def test_a_forward_hook_does_not_run_and_is_named():
+    target, draft = tiny_pair(num_hidden_layers=2)
+    target(random_prompts([4])[0], output_hidden_states=True)  # transformers installs hooks
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_tiny(target, draft)
+    ran = []
+    target.model.layers[1].self_attn.register_forward_hook(lambda *args: ran.append(args))
+    with pytest.warns(UserWarning, match=r"target\.model\.layers\.1\.self_attn has a forward hook"):
+        pair = compile_tiny(target, draft)
+    pair.generate(random_prompts([4])[0], max_new_tokens=2)
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"repetition_penalty": 1.1, "suppress_tokens": [3]}, "repetition_penalty=1.1, suppress_tokens=[3], which"),
+        ({"min_new_tokens": 2, "forced_bos_token_id": 0}, "min_new_tokens=2, forced_bos_token_id=0, which"),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 1.0},
+         "do_sample=True, temperature=0.6, top_k=20, which"),
+        ({"do_sample": False, "temperature": 0.6, "min_length": 0, "repetition_penalty": 1.0, "num_beams": 1}, None),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_settings_that_generate_does_not_apply_are_named(settings, named):
+    target = tiny_model(num_hidden_layers=1)
+    target.generation_config = settings and GenerationConfig(**settings)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        pair = compile_pair(target, target, config=SMALL, profile=PROFILE)
+    assert [f"generation_config has {named}" in str(w.message) for w in warned] == ([True] if named else [])
+    assert all(w.filename == __file__ for w in warned)
+    assert pair.generate(random_prompts([4])[0], max_new_tokens=2).stats.new_tokens == [2]
 
 
 # Vocabularies
@@ -274,10 +420,17 @@ def test_layer_skip_of_every_layer_is_the_target():
     assert pair.generate(random_prompts([30])[0], max_new_tokens=11).stats.acceptance_rate == 1
 
 
-@pytest.mark.parametrize("keep", [[], [1, 0], [0, 0], [-1, 0], [0, 3]], ids=str)
+@pytest.mark.parametrize("keep", [[], [1, 0], [0, 0], [-1, 0], [0, 3], [True]], ids=str)
 def test_layer_skip_refuses_bad_layers(keep):
     with pytest.raises(ValueError, match=rf"{re.escape(f'keep={keep}')}.*0 to 2"):
         layer_skip(tiny_model(), keep)
+
+
+def test_layer_skip_refuses_what_is_not_supported():
+    with pytest.raises(TypeError, match="target must be a transformers model, not str"):
+        layer_skip("name", [0])
+    with pytest.raises(IncompatibleModelError, match="model_type='gpt2'"):
+        layer_skip(gpt2(), [0])
 
 
 # Profiles
@@ -291,16 +444,12 @@ def test_profile_of_heads_that_do_not_exist_is_refused(role, head):
         compile_pair(tiny_model(), tiny_model(), config=SMALL, profile=Profile(**heads, draft_share=8))
 
 
-def test_profile_without_heads_is_refused():
-    with pytest.raises(ValueError, match="draft_heads is empty"):
-        Profile(target_heads=((0, 0),), draft_heads=(), draft_share=8)
-
-
-@pytest.mark.parametrize("share", [-1, 23])
-def test_profile_with_a_share_outside_the_budget_is_refused(share):
-    profile = Profile(target_heads=((0, 0),), draft_heads=((0, 0),), draft_share=share)
-    with pytest.raises(ValueError, match=rf"draft_share={share} must be in 0\.\.22"):
-        compile_pair(tiny_model(), tiny_model(), config=SMALL, profile=profile)
+def test_profile_with_a_share_outside_the_budget_is_refused():
+    target, profile = tiny_model(num_hidden_layers=1), dataclasses.replace(PROFILE, draft_share=23)
+    with pytest.raises(ValueError, match=r"draft_share=23 must be in 0\.\.22"):
+        compile_pair(target, target, config=SMALL, profile=profile)
+    config = dataclasses.replace(SMALL, draft_share=3)  # takes its place
+    assert compile_pair(target, target, config=config, profile=profile).config.draft_share == 3
 
 
 def test_draft_share_of_the_config_outranks_the_profile():

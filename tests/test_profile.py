@@ -74,7 +74,7 @@ def test_what_is_saved_is_loaded(models, tmp_path):
         ({"budget": "32"}, "budget='32' must be"),
         ({"arr": 1.5}, "arr=1.5 must be"),
         ({"record": None}, "record=None must be"),
-        ({"draft": {"layers": 2}}, "draft=.* must be null or a fingerprint"),
+        ({"draft": {"layers": 2}}, "draft=.* must be None or a fingerprint"),
         ({"draft_share": 12}, "checksum does not match"),
         ({"target_heads": [[0, 2], [1, 0]]}, "checksum does not match"),
         ({"checksum": ...}, "checksum does not match"),
@@ -98,6 +98,24 @@ def test_a_damaged_file_is_refused_by_name(models, tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"damaged\.json is damaged"):
         Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_heads": ((0, 1), (1, 0), (0, 1))}, r"target_heads has \(0, 1\) more than once"),
+        ({"target_heads": ((0, 1.0),)}, r"target_heads=.*1\.0.* must be a list of \(layer, head\) pairs"),
+        ({"draft_heads": (3, 4)}, r"draft_heads=\(3, 4\) must be"),
+        ({"draft_heads": ()}, "draft_heads is empty"),
+        ({"draft_share": None}, "draft_share=None must be an integer of at least 0"),
+        ({"draft_share": -1}, "draft_share=-1 must be"),
+        ({"budget": "x"}, "budget='x' must be an integer or None"),
+        ({"draft": "other"}, "draft='other' must be None or a fingerprint"),
+    ],
+)
+def test_a_field_made_by_hand_is_checked_as_one_of_a_file(models, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_profile(models, **changes)
 
 
 # Fingerprints
