@@ -14,6 +14,8 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -67,7 +69,7 @@ def prompts_for(name: str, batch: int, context: int) -> torch.Tensor:
 def step_us(pair: CompiledPair | ExportedPair, prompts: torch.Tensor) -> float:
     """A replay of the captured step, on rows that have ended: they compute all the same."""
     pair.generate(prompts, max_new_tokens=8, eos_token_id=[])
-    return median_us(pair._generation.replays[("greedy", False)], CUDA, 30)
+    return median_us(pair._generation.replays[(len(prompts), "greedy", False)], CUDA, 30)
 
 
 def record(name: str, value: float, unit: str, conditions: str, **fields) -> None:
@@ -98,6 +100,32 @@ def build_once(backend: Backend, built: Path) -> Iterator[None]:
         yield
     finally:
         BUILDERS[backend] = build
+
+
+FIRST_REQUEST = """
+import sys, time, torch
+from dustin_compile import load_exported
+pair = load_exported(sys.argv[1])
+began = time.perf_counter()
+pair.generate(torch.arange(64, device="cuda")[None], max_new_tokens=8, eos_token_id=[])
+torch.cuda.synchronize()
+print(time.perf_counter() - began)
+"""
+
+
+def record_first_requests(label: str, directory: Path, conditions: str) -> None:
+    """Seconds of a new process's first request, behind the load: it compiles small functions and Triton kernels."""
+    with tempfile.TemporaryDirectory() as caches:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/i", "TRITON_CACHE_DIR": f"{caches}/t"}
+        for state in ("empty", "filled"):  # in this order: the first fills them
+            command = [sys.executable, "-c", FIRST_REQUEST, str(directory)]
+            done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            record(
+                f"export_first_request_s/{label}/{state}_caches",
+                float(done.stdout.splitlines()[-1]),
+                "s",
+                f"{conditions}; 64 prompt and 8 new tokens, {state} caches of inductor and Triton",
+            )
 
 
 def compare_tokens(name: str, backend: Backend, context: int, tokens: int) -> None:
@@ -163,6 +191,7 @@ def compare_steps(name: str, backend: Backend, batch: int, context: int, layers:
         began = now(CUDA)
         exported = load_exported(directory)
         record(f"export_load_s/{label}", now(CUDA) - began, "s", conditions)
+        record_first_requests(label, directory, conditions)
     times: dict[str, list[float]] = {"exported": [], "compiled": []}
     try:
         for _ in range(ROUNDS):

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -31,7 +32,7 @@ from transformers import AttentionInterface
 
 from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel, PassingCache, plain_products
 from dustin_compile.config import DustinConfig
-from dustin_compile.packages import BuildError, build_packages
+from dustin_compile.packages import BuildError, build_packages, check_compiler
 from dustin_compile.profile import checksum
 from dustin_compile.runtime import (
     FORMAT,
@@ -42,7 +43,7 @@ from dustin_compile.runtime import (
     WEIGHTS,
     describe_platform,
     find_tensorrt,
-    hash_file,
+    hash_files,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 Backend = Literal["aot-inductor", "tensorrt"]
 SUFFIXES: dict[Backend, str] = {"aot-inductor": ".pt2", "tensorrt": ".engine"}
 ATTENTION_NAME = "dustin_compile_export"
+SHARD_SIZE = "2GB"  # of weights; shards are hashed side by side
 
 
 @dataclasses.dataclass
@@ -113,11 +115,13 @@ def export_pair(
     progress: Callable[[str], None] = lambda message: None,
 ) -> Path:
     """Write a pair for deployment; see `CompiledPair.export`."""
-    target, draft = pair._generation.target, pair._generation.draft
+    target, draft = (cast(CausalModel, model) for model in (pair._generation.target, pair._generation.draft))
     positions = pair.max_length
     check_export(
         directory, backend=backend, batch=batch, max_length=max_length, device=target.device, positions=positions
     )
+    target.check_weights()
+    draft.check_weights()
     directory, batches = Path(directory).resolve(), sorted(set(_as_list(batch)))
     made_on = describe_platform(backend, target.device)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +139,11 @@ def export_pair(
             }
         BUILDERS[backend](writer.programs, progress)
         progress("writing weights")
-        save_file(writer.tensors, unfinished / WEIGHTS)
+        shards = split_torch_state_dict_into_shards(
+            writer.tensors, filename_pattern=WEIGHTS, max_shard_size=SHARD_SIZE
+        ).filename_to_tensors
+        for shard, tensors in shards.items():
+            save_file({name: writer.tensors[name] for name in tensors}, unfinished / shard)
         dataclasses.replace(pair.profile, path=None).save(unfinished / PROFILE)
         names = sorted(path.name for path in unfinished.iterdir())
         manifest = {
@@ -143,24 +151,22 @@ def export_pair(
             "version": VERSION,
             "backend": backend,
             "platform": made_on,
-            "dtype": str(target.dtype).removeprefix("torch."),
             "batches": batches,
             "max_length": max_length,
             "vocab_size": pair.vocab_size,
             "eos_token_id": pair._defaults.eos_token_id,
             "pad_token_id": pair._defaults.pad_token_id,
-            "tokenizer": target.config._name_or_path or None,
+            "tokenizer": _name_tokenizer(target.config._name_or_path),
             "config": dataclasses.asdict(pair.config),
             "models": models,
-            "files": {
-                name: {"sha256": hash_file(unfinished / name), "bytes": (unfinished / name).stat().st_size}
-                for name in names
-            },
+            "weights": sorted(shards),
+            "files": hash_files(unfinished, names),
         }
         manifest = json.loads(json.dumps(manifest))
         manifest["checksum"] = checksum(manifest)
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        (unfinished / WEIGHTS).chmod((unfinished / MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
+        for shard in shards:  # which safetensors makes the owner's alone
+            (unfinished / shard).chmod((unfinished / MANIFEST).stat().st_mode)
         _move(unfinished, directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -197,7 +203,9 @@ def check_export(
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory")
-    if backend == "tensorrt":
+    if backend == "aot-inductor":
+        check_compiler()
+    else:
         if device.type != "cuda":
             raise ValueError(f"the pair is on {device}; {INSTALL_TENSORRT}")
         _import_torch_tensorrt()
@@ -207,15 +215,17 @@ def _as_list(batch: int | Sequence[int]) -> list[int]:
     return list(batch) if isinstance(batch, Sequence) else [batch]
 
 
+def _name_tokenizer(name: str) -> str | None:
+    """A model's name, or its directory whole, which is as good from elsewhere; None: it has none."""
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name or None
+
+
 def _move(unfinished: Path, directory: Path) -> None:
-    """Rename a folder to the directory or, where that exists, move its files into that, the manifest last."""
-    if directory.exists():
-        for path in sorted(unfinished.iterdir(), key=lambda path: path.name == MANIFEST):
-            path.rename(directory / path.name)
-        unfinished.rmdir()
-    else:
-        unfinished.chmod(0o755)
-        unfinished.rename(directory)
+    """Move the files of a folder to the directory, the manifest last."""
+    directory.mkdir(exist_ok=True)
+    for path in sorted(unfinished.iterdir(), key=lambda path: path.name == MANIFEST):
+        path.rename(directory / path.name)
+    unfinished.rmdir()
 
 
 def _step_sizes(config: DustinConfig) -> dict[str, set[int]]:
@@ -467,8 +477,12 @@ def _import_torch_tensorrt() -> tuple[str, Any]:
     """
     try:
         torch_tensorrt = importlib.import_module("torch_tensorrt")
-    except ImportError:
+    except ModuleNotFoundError:
         raise ImportError(INSTALL_TENSORRT) from None
+    except Exception as error:  # a broken one raises all sorts of things
+        raise ImportError(
+            f"torch_tensorrt is installed, but cannot be imported: {error}; {INSTALL_TENSORRT}"
+        ) from error
     flavour, _ = find_tensorrt()  # which it presents as `tensorrt` from now on
     return flavour, torch_tensorrt
 

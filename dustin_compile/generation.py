@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel
+from dustin_compile.adapter import PREFILL_MULTIPLE, CachedModel
 from dustin_compile.config import DustinConfig
 from dustin_compile.graphs.capture import capture
 from dustin_compile.graphs.prefill import prefill
@@ -118,16 +119,7 @@ class Request:
         low, high = int(prompts.min()), int(prompts.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"input_ids holds {low if low < 0 else high}, outside the vocabulary of {vocab_size}")
-        if not _is_int(max_new_tokens) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
-        if not isinstance(temperature, int | float) or not (temperature == 0 or MIN_TEMPERATURE <= temperature < inf):
-            raise ValueError(f"temperature={temperature!r} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
-        if top_k is not None and (not _is_int(top_k) or top_k < 1):
-            raise ValueError(f"top_k={top_k!r} must be an integer of at least 1, or None")
-        if top_p is not None and (not isinstance(top_p, int | float) or not 0 < top_p <= 1):
-            raise ValueError(f"top_p={top_p!r} must be in (0, 1], or None")
-        if temperature == 0 and not (top_k is None and top_p is None):
-            raise ValueError(f"top_k={top_k} and top_p={top_p} need temperature > 0")
+        check_decoding(max_new_tokens, temperature, top_k, top_p)
         eos: list = [] if eos_token_id is None else [eos_token_id]
         if _is_list(eos_token_id):
             eos = list(eos_token_id)
@@ -136,7 +128,10 @@ class Request:
         if pad_token_id is not None and not _is_token(pad_token_id):
             raise ValueError(f"pad_token_id={pad_token_id!r} must be a token id")
         if len(eos) > MAX_EOS_TOKENS:
-            raise ValueError(f"eos_token_id has {len(eos)} tokens, more than {MAX_EOS_TOKENS}")
+            raise ValueError(
+                f"eos_token_id, here or in the target's generation_config, has {len(eos)} tokens, more than "
+                f"{MAX_EOS_TOKENS}"
+            )
         if _is_list(seed):
             if len(seed) != batch:
                 raise ValueError(f"seed has {len(seed)} values for {batch} rows")
@@ -158,6 +153,24 @@ class Request:
             seeds=seeds,
             streams=streams,
         )
+
+
+def check_decoding(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Check those arguments of `Pair.generate` that need neither prompt nor model.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    if not _is_int(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
+    if not isinstance(temperature, int | float) or not (temperature == 0 or MIN_TEMPERATURE <= temperature < inf):
+        raise ValueError(f"temperature={temperature!r} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+    if top_k is not None and (not _is_int(top_k) or top_k < 1):
+        raise ValueError(f"top_k={top_k!r} must be an integer of at least 1, or None")
+    if top_p is not None and (not isinstance(top_p, int | float) or not 0 < top_p <= 1):
+        raise ValueError(f"top_p={top_p!r} must be in (0, 1], or None")
+    if temperature == 0 and not (top_k is None and top_p is None):
+        raise ValueError(f"top_k={top_k} and top_p={top_p} need temperature > 0")
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -182,12 +195,13 @@ def _align_left(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tenso
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; they must be alike"
         )
-    mask = attention_mask.to(input_ids.device, torch.int64)
+    given = attention_mask.to(input_ids.device)
+    mask = (given == 1).long()
     lengths = mask.sum(1)
     first = mask.argmax(1)
     columns = torch.arange(input_ids.shape[1], device=mask.device)
     expected = (columns >= first[:, None]) & (columns < (first + lengths)[:, None])
-    bad = ((mask != expected) | (lengths == 0)[:, None]).any(1).nonzero().flatten().tolist()
+    bad = ((given != expected) | (lengths == 0)[:, None]).any(1).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
             f"attention_mask row {bad[0]} must be ones for one unbroken prompt of at least one token, with zeros to "
@@ -232,7 +246,7 @@ class Pair(ABC):
         pad_token_id: int | None = None,
         seed: int | Sequence[int] | None = None,
     ) -> GenerationOutput:
-        """Continue prompts.
+        """Continue prompts. Requests of several threads run one after another.
 
         Args:
             input_ids: [B, width] int64, prompts padded on the left or on the right.
@@ -281,13 +295,23 @@ class Generation:
     Args:
         target, draft: the pair.
         config: its settings, draft_share resolved.
+        rows, length: of the largest request to come, where that is known: buffers are made for it at once. Otherwise
+            they are made for the first request, and anew for one that is larger in either.
+
+    Attributes:
+        state: of the last request, the first rows of the buffers.
+        replays: captured steps, by rows, decoding and whether they refresh; new buffers make them void.
     """
 
-    def __init__(self, target: CausalModel, draft: CausalModel, config: DustinConfig):
+    def __init__(self, target: CachedModel, draft: CachedModel, config: DustinConfig, rows: int = 1, length: int = 1):
         self.target, self.draft, self.config = target, draft, config
+        self.rows, self.length = rows, length
         self.step = Step(target, draft, config)
+        self.buffers: State | None = None
+        self.states: dict[int, State] = {}
         self.state: State | None = None
-        self.replays: dict[tuple[Decoding, bool], Callable[[], None]] = {}
+        self.replays: dict[tuple[int, Decoding, bool], Callable[[], None]] = {}
+        self.lock = threading.Lock()
 
     @torch.inference_mode(False)  # the buffers outlive the call, and may next be needed outside the mode
     @torch.no_grad()
@@ -295,7 +319,9 @@ class Generation:
         """Generate until every row has ended, with `batch` rows, of which the request fills the first."""
         device = self.target.device
         # Streams and graphs belong to the current device.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with self.lock, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.target.check_weights()
+            self.draft.check_weights()
             return self._run(request, batch)
 
     def _run(self, request: Request, batch: int) -> GenerationOutput:
@@ -317,18 +343,22 @@ class Generation:
         return self._collect(state, request, prefilled - started, ended - prefilled)
 
     def _prepare(self, request: Request, batch: int) -> State:
-        """Buffers that hold the request: the present ones where they fit."""
+        """The first `batch` rows of buffers that hold the request: the present ones where they do."""
         config = self.config
         longest = max(request.lengths)
         prompt_end = -(-longest // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
-        block = config.gamma + 1
+        length, block = max(longest + request.max_new_tokens, self.length), config.gamma + 1
         # A finished row proposes behind its end, and a refresh may start at 0 in a row shorter than its lookback.
-        needed = max(prompt_end, longest + request.max_new_tokens + block, config.refresh_every * block)
-        if self.state is None or self.state.batch != batch or self.state.capacity < needed:
-            self.state = None  # let go of the old buffers first
+        needed = max(prompt_end, length + block, config.refresh_every * block)
+        if self.buffers is None or self.buffers.batch < batch or self.buffers.capacity < needed:
+            self.buffers = self.state = None  # let go of the old ones first
+            self.states.clear()
             self.replays.clear()
             capacity = -(-needed // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-            self.state = new_state(self.target, self.draft, config, batch, capacity)
+            self.buffers = new_state(self.target, self.draft, config, max(batch, self.rows), capacity)
+        if batch not in self.states:
+            self.states[batch] = self.buffers.first_rows(batch)
+        self.state = self.states[batch]
         return self.state
 
     def _ready_step(self, state: State, decoding: Decoding, refresh: bool) -> Callable[[], None]:
@@ -339,7 +369,7 @@ class Generation:
 
         if not self.config.compile:
             return step
-        key = (decoding, refresh)
+        key = (state.batch, decoding, refresh)
         if key not in self.replays:
             # Finished rows change nothing that a request could see, so they warm up.
             state.finished.fill_(True)

@@ -21,24 +21,31 @@ class KVCache:
     A row's confirmed entries are its first L positions; whatever lies behind them is garbage that nothing reads.
 
     Args:
-        config: the model's configuration.
-        batch: rows.
-        capacity: positions a row.
-        dtype, device: of the buffers.
+        key, value: [layers, batch, capacity, kv_heads, head_dim].
 
     Attributes:
-        key, value: [layers, batch, capacity, kv_heads, head_dim].
+        key, value: as above.
         layers: (K, V) of each layer, [batch, capacity, kv_heads, head_dim], views of the buffers.
     """
 
-    def __init__(self, config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device):
-        shape = (config.num_hidden_layers, batch, capacity, config.num_key_value_heads, head_dim(config))
-        self.key = torch.zeros(shape, dtype=dtype, device=device)
-        self.value = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers: list[tuple[Tensor, Tensor]] = list(zip(self.key.unbind(), self.value.unbind(), strict=True))
+    def __init__(self, key: Tensor, value: Tensor):
+        self.key, self.value = key, value
+        self.layers: list[tuple[Tensor, Tensor]] = list(zip(key.unbind(), value.unbind(), strict=True))
         for view in (view for pair in self.layers for view in pair):
             # A larger cache must not compile anything anew: only our own ops see this dimension.
             torch._dynamo.mark_dynamic(view, 1)
+
+    @classmethod
+    def allocate(
+        cls, config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        """Zeroed buffers for `batch` rows of `capacity` positions of a model."""
+        shape = (config.num_hidden_layers, batch, capacity, config.num_key_value_heads, head_dim(config))
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    def first_rows(self, count: int) -> KVCache:
+        """The cache of the first rows, in the same memory."""
+        return KVCache(self.key[:, :count], self.value[:, :count])
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 
 OPTIONS: dict[str, object] = {
     "aot_inductor.compile_wrapper_opt_level": "O0",  # it only launches kernels, and takes long to compile
+    "cpp.dynamic_threads": True,  # as many as where the package runs, not as where it is compiled
 }
 if sys.platform == "linux":
     # By name: some toolchains link the static one otherwise (seen with GCC 13 and CUDA 13), and torch, which has the
@@ -29,6 +30,21 @@ if sys.platform == "linux":
 
 class BuildError(RuntimeError):
     """A backend did not compile a program; the message has what it said."""
+
+
+def check_compiler() -> None:
+    """Refuse to build without a C++ compiler.
+
+    Raises:
+        ValueError: inductor finds none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ValueError(f"backend='aot-inductor' needs a C++ compiler to export: {error}") from None
 
 
 def build_packages(programs: Mapping[Path, ExportedProgram], progress: Callable[[str], None]) -> None:

@@ -6,7 +6,9 @@ import hashlib
 import importlib
 import json
 import platform
-from collections.abc import Callable, Container, Sequence
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from dustin_compile.adapter import CausalModel, RetrievalHeads, VerificationSet
+from dustin_compile.adapter import CachedModel, VerificationSet
 from dustin_compile.config import DustinConfig
 from dustin_compile.generation import Generation, Pair, Request
 from dustin_compile.kv_cache import KVCache
@@ -27,9 +29,9 @@ from dustin_compile.ops.sparse_attention import sparse_attention
 from dustin_compile.profile import Profile, checksum
 
 FORMAT = "dustin_compile.export"
-VERSION = 3
+VERSION = 4
 MANIFEST = "manifest.json"
-WEIGHTS = "weights.safetensors"
+WEIGHTS = "weights{suffix}.safetensors"  # of a shard
 PROFILE = "profile.json"
 TENSORRT_PACKAGES = ("tensorrt", "tensorrt_rtx")
 INSTALL_TENSORRT = (
@@ -101,24 +103,36 @@ def describe_platform(backend: str, device: torch.device, made: Container[str] =
         name, module = find_tensorrt(made)
         found[name] = module.__version__
     else:
-        found["cpu"] = _describe_cpu()  # a package's host code is compiled for this very one, also on a GPU
+        found["cpu"] = _list_instructions()  # a package's host code is compiled for this very one, also on a GPU
     return found
 
 
-def _describe_cpu() -> str:
-    """Its name, which says little on virtual machines and ARM, and a hash of the features that the kernel lists."""
+INSTRUCTIONS = re.compile(
+    r"sse|ssse3|pni|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|v?aes|v?pclmul|sha|sm[34]|gfni|adx|cx16"  # x86
+    r"|asimd|sve|fp|atomics|crc32|pmull|f?cma|bf16|i8mm|lrcpc|jscvt|flagm"  # ARM
+)
+
+
+def _list_instructions() -> str:
+    """The sets of instructions that a compiler may use here, of all that the kernel lists; nothing if not on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    features = fields.get("flags") or fields.get("Features", "")
-    return f"{fields.get('model name') or platform.processor()} {hashlib.sha256(features.encode()).hexdigest()[:8]}"
+    except OSError:
+        return ""
+    fields = {key.strip(): value for key, _, value in (line.partition(":") for line in lines)}
+    words = (fields.get("flags") or fields.get("Features", "")).split()
+    return " ".join(sorted(word for word in words if INSTRUCTIONS.match(word)))
 
 
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def hash_files(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of files, by name; side by side, since one core reads 1.5 GB a second."""
+
+    def hash_file(name: str) -> str:
+        with (directory / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(hash_file, names), strict=True))
 
 
 def load_package(path: Path, device: torch.device, made: Container[str]) -> Program:
@@ -130,7 +144,10 @@ def load_package(path: Path, device: torch.device, made: Container[str]) -> Prog
     index = (device.index or 0) if device.type == "cuda" else -1
     # Its own bookkeeping of runs in flight queries events, which a graph under capture does not allow.
     run_single_threaded, runners = True, 1
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", run_single_threaded, runners, index)
+    try:
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", run_single_threaded, runners, index)
+    except RuntimeError as error:  # it unpacks the package into TMPDIR, from where it must be allowed to run
+        raise ExportError(f"{path}: torch cannot load this package: {error}") from error
     return lambda *inputs: loader.run(list(inputs))
 
 
@@ -194,8 +211,8 @@ def _number(name: str) -> int:
 LOADERS: dict[str, Loader] = {"aot-inductor": load_package, "tensorrt": Engine}
 
 
-class ExportedModel(CausalModel):
-    """A model whose layers are exported programs around our ops. It stands in for CausalModel in a step.
+class ExportedModel(CachedModel):
+    """A model whose layers are exported programs around our ops.
 
     Programs take their weights, and rows: the tokens of all prompts, [1, B * T, ..]. `front` makes the first layer's
     query, key and value of the embeddings, side by side; `join` takes the residual sum and what attention gave from
@@ -205,8 +222,7 @@ class ExportedModel(CausalModel):
         entry: the model's part of the manifest.
         tensors: what the manifest calls weights, by name.
         programs: by file name.
-        heads: its semantic retrieval heads.
-        vocab_size: logits that count.
+        heads, vocab_size: see CachedModel.
         compile: whether to compile what a pass runs besides.
     """
 
@@ -219,16 +235,10 @@ class ExportedModel(CausalModel):
         vocab_size: int,
         compile: bool,
     ):
-        self.config = Shape(**entry["shape"])
-        self.head_dim = self.config.head_dim
-        self.scale = entry["scale"]
-        self.vocab_size = vocab_size
-        self.embedding = tensors[entry["embedding"]]
+        shape, self.embedding = Shape(**entry["shape"]), tensors[entry["embedding"]]
+        device, dtype = self.embedding.device, self.embedding.dtype
+        super().__init__(shape, heads, vocab_size, entry["scale"], shape.head_dim, device, dtype, compile)
         self.rotary = tensors[entry["cos"]], tensors[entry["sin"]]
-        self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.heads = RetrievalHeads(heads, self.config, self.device)
-        self.compile = compile
-        self.regions: dict[tuple, Callable] = {}
         self.steps, self.chunks = entry["steps"], entry["chunks"]
         self.weights = {
             part: [[tensors[name] for name in names] for names in each] for part, each in entry["weights"].items()
@@ -241,7 +251,7 @@ class ExportedModel(CausalModel):
     def forward(
         self, tokens: Tensor, start: Tensor, cache: KVCache, verification_set: VerificationSet | None
     ) -> tuple[Tensor, Tensor]:
-        """See CausalModel.forward. A chunk without programs of its size runs as several shorter ones."""
+        """See CachedModel.forward. A chunk without programs of its size runs as several shorter ones."""
         count = tokens.shape[1]
         if count in self.steps or count in self.chunks:
             return self._run(tokens, start, cache, verification_set)
@@ -282,7 +292,6 @@ class ExportedModel(CausalModel):
         return hidden.view(batch, count, -1), self._region(_gather, tokens.shape)(queries, self.heads.columns)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See CausalModel.logits."""
         batch, count, size = hidden.shape
         rows = hidden.contiguous().view(1, -1, size)  # programs do not look at strides
         (logits,) = self._call("head", 0, rows)
@@ -322,19 +331,22 @@ class ExportedPair(Pair):
         self, directory: Path, manifest: dict[str, Any], config: DustinConfig, profile: Profile, device: torch.device
     ):
         self.directory, self.batches, self.tokenizer = directory, manifest["batches"], manifest["tokenizer"]
-        stored = load_file(directory / WEIGHTS, device=str(device))
+        stored: dict[str, Tensor] = {}
+        for name in manifest["weights"]:
+            stored |= load_file(directory / name, device=str(device))
         if device.type == "cpu":  # until here a map of the file, which may be deleted or written again
             stored = {name: tensor.clone() for name, tensor in stored.items()}
         load = LOADERS[manifest["backend"]]
         entries, vocab_size = manifest["models"], manifest["vocab_size"]
-        names = {file for entry in entries.values() for files in entry["programs"].values() for file in files.values()}
-        programs = {name: load(directory / name, device, manifest["platform"]) for name in sorted(names)}
+        names = sorted(_program_files(entries))
+        programs = {name: load(directory / name, device, manifest["platform"]) for name in names}
         target, draft = (
             ExportedModel(entries[role], stored, programs, heads, vocab_size, bool(config.compile))
             for role, heads in (("target", profile.target_heads), ("draft", profile.draft_heads))
         )
         defaults = GenerationConfig(eos_token_id=manifest["eos_token_id"], pad_token_id=manifest["pad_token_id"])
-        super().__init__(Generation(target, draft, config), profile, vocab_size, manifest["max_length"], defaults)
+        generation = Generation(target, draft, config, self.batches[-1], manifest["max_length"])
+        super().__init__(generation, profile, vocab_size, manifest["max_length"], defaults)
 
     def _choose_batch(self, request: Request) -> int:
         rows, length = len(request.lengths), max(request.lengths) + request.max_new_tokens
@@ -369,18 +381,30 @@ def load_exported(directory: str | Path) -> ExportedPair:
     device = torch.device(made["device"])
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    here = describe_platform(backend, device, made)
-    different = [f"{key} {made.get(key)}, not {here.get(key)}" for key in made | here if made.get(key) != here.get(key)]
-    if different:
-        raise ExportError(f"{directory} was exported for {', '.join(different)}: export it again here")
-    for name, expected in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing")
-        if hash_file(path) != expected["sha256"]:
-            raise ExportError(f"{path} was altered: its SHA-256 is not the one in {MANIFEST}")
+    check_platform(directory, made, describe_platform(backend, device, made))
+    for name in manifest["files"]:
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"{directory / name} is missing")
+    for name, found in hash_files(directory, list(manifest["files"])).items():
+        if found != manifest["files"][name]:
+            raise ExportError(f"{directory / name} was altered: its SHA-256 is not the one in {MANIFEST}")
     config = DustinConfig(**manifest["config"])
     return ExportedPair(directory, manifest, config, Profile.load(directory / PROFILE), device)
+
+
+def check_platform(directory: Path, made: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Refuse programs that were made for other hardware or versions.
+
+    Raises:
+        ExportError: naming each difference.
+    """
+    missing = sorted(set(made.get("cpu", "").split()) - set(here.get("cpu", "").split()))
+    different = [f"a CPU that knows {', '.join(missing)}"] if missing else []
+    for key, value in made.items():
+        if key != "cpu" and value != here.get(key):
+            different.append(f"{key} {value}, " + (f"not {here[key]}" if key in here else "which is not here"))
+    if different:
+        raise ExportError(f"{directory} was exported for {'; '.join(different)}: export it again here")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -395,7 +419,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is missing: {directory} is not an exported pair")
     try:
         manifest = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExportError(f"{path} is damaged: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ExportError(f"{path}: format must be {FORMAT!r}")
@@ -404,4 +428,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     stored = manifest.pop("checksum", None)
     if stored != checksum(manifest):
         raise ExportError(f"{path} was altered: its checksum does not match")
+    files = {PROFILE, *manifest["weights"], *_program_files(manifest["models"])}
+    if files != manifest["files"].keys() or any(Path(name).name != name for name in files):
+        raise ExportError(f"{path}: its models need other files than it lists")
     return manifest
+
+
+def _program_files(models: dict[str, Any]) -> set[str]:
+    return {name for model in models.values() for files in model["programs"].values() for name in files.values()}

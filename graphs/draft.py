@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dustin_compile.adapter import CausalModel
+from dustin_compile.adapter import CachedModel
 from dustin_compile.graphs.state import State
 
 
@@ -25,7 +25,7 @@ Choose = Callable[[State, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def propose(
-    draft: CausalModel, state: State, gamma: int, sparse: bool, choose: Choose, uniforms: Tensor | None
+    draft: CachedModel, state: State, gamma: int, sparse: bool, choose: Choose, uniforms: Tensor | None
 ) -> Proposal:
     """Propose gamma tokens a row and write them behind the pending token.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dustin_compile.adapter import PREFILL_MULTIPLE, CausalModel
+from dustin_compile.adapter import PREFILL_MULTIPLE, CachedModel
 from dustin_compile.config import DustinConfig
 from dustin_compile.graphs.draft import Choose
 from dustin_compile.graphs.state import State
@@ -23,8 +23,8 @@ def chunk_bounds(length: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 
 def prefill(
-    target: CausalModel,
-    draft: CausalModel,
+    target: CachedModel,
+    draft: CachedModel,
     state: State,
     lengths: Tensor,
     width: int,

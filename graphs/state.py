@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dustin_compile.adapter import CausalModel, VerificationSet
+from dustin_compile.adapter import CachedModel, VerificationSet
 from dustin_compile.config import DustinConfig
 from dustin_compile.kv_cache import KVCache
 
@@ -60,8 +60,29 @@ class State:
         """x, the newest confirmed token of each row, [B, 1]."""
         return self.tokens.gather(1, self.seq_lens[:, None].long())
 
+    def first_rows(self, count: int) -> State:
+        """The state of the first rows, in the same memory."""
+        chosen, sampling = self.verification_set, self.sampling
+        tokens = self.tokens[:count]
+        torch._dynamo.mark_dynamic(tokens, 1)
+        return State(
+            tokens=tokens,
+            seq_lens=self.seq_lens[:count],
+            limits=self.limits[:count],
+            finished=self.finished[:count],
+            eos_token_ids=self.eos_token_ids,
+            query=self.query[:count],
+            verification_set=VerificationSet(chosen.indices[:count], chosen.counts[:count], chosen.length[:count]),
+            sampling=replace(sampling, seed=sampling.seed[:count], stream=sampling.stream[:count]),
+            step=self.step,
+            accepted_counts=self.accepted_counts[:count],
+            read_share=self.read_share[:count],
+            target_cache=self.target_cache.first_rows(count),
+            draft_cache=self.draft_cache.first_rows(count),
+        )
 
-def new_state(target: CausalModel, draft: CausalModel, config: DustinConfig, batch: int, capacity: int) -> State:
+
+def new_state(target: CachedModel, draft: CachedModel, config: DustinConfig, batch: int, capacity: int) -> State:
     """Allocate the state of `batch` rows of `capacity` positions; every row is finished."""
     device = target.device
 

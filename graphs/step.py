@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from dustin_compile.adapter import CausalModel
+from dustin_compile.adapter import CachedModel
 from dustin_compile.config import DustinConfig
 from dustin_compile.graphs.capture import compile_by_batch, launch_beside
 from dustin_compile.graphs.draft import Choose, Proposal, propose
@@ -27,7 +27,7 @@ class Step:
         config: its settings, draft_share resolved.
     """
 
-    def __init__(self, target: CausalModel, draft: CausalModel, config: DustinConfig):
+    def __init__(self, target: CachedModel, draft: CachedModel, config: DustinConfig):
         self.target, self.draft, self.config = target, draft, config
         choose: dict[Decoding, Choose] = {
             "greedy": choose_greedy,

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dustin_compile.adapter import CausalModel
+from dustin_compile.adapter import CachedModel
 from dustin_compile.config import DustinConfig
 from dustin_compile.graphs.state import State
 from dustin_compile.ops.select_tiered import select_tiered
@@ -27,7 +27,7 @@ def smooth(scores: Tensor) -> Tensor:
     return scores + SMOOTHING * near
 
 
-def score_history(target: CausalModel, state: State) -> Tensor:
+def score_history(target: CachedModel, state: State) -> Tensor:
     """The target's scores of the history with its last query, smoothed, fp32 [B, capacity]."""
     return smooth(target.score(state.query, state.target_cache, state.seq_lens))
 
@@ -44,14 +44,14 @@ def choose_set(state: State, draft_scores: Tensor, target_scores: Tensor, length
 
 
 def score_and_choose(
-    draft: CausalModel, state: State, target_scores: Tensor, draft_queries: Tensor, config: DustinConfig
+    draft: CachedModel, state: State, target_scores: Tensor, draft_queries: Tensor, config: DustinConfig
 ) -> None:
     """Choose this step's set from the target's scores and the draft's look-ahead [B, gamma, heads, D]."""
     draft_scores = draft.score(draft_queries, state.draft_cache, state.seq_lens)
     choose_set(state, draft_scores, target_scores, state.seq_lens, config)
 
 
-def verify(target: CausalModel, state: State, gamma: int, sparse: bool, lookback: int = 0) -> tuple[Tensor, Tensor]:
+def verify(target: CachedModel, state: State, gamma: int, sparse: bool, lookback: int = 0) -> tuple[Tensor, Tensor]:
     """One target pass over the pending token and the gamma proposals.
 
     Args:

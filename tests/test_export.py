@@ -120,10 +120,12 @@ def test_exported_tokens_are_the_pairs(export_tiny, changes):
         ("mistral", {"draft_attention": "dense"}),
     ],
 )
-def test_every_family_as_it_was_traced(as_traced, tmp_path, capsys, family, changes):
+def test_every_family_as_it_was_traced(as_traced, tmp_path, capsys, monkeypatch, family, changes):
+    monkeypatch.setattr(export, "SHARD_SIZE", 100_000)
     pair = compile_tiny(*tiny_pair(family, num_hidden_layers=1), gamma=1, prefill_chunk=64, **changes)
     pair.export(tmp_path / "pair", backend="aot-inductor", batch=2, max_length=MAX_LENGTH, verbose=True)
     assert "tracing target front, 128 rows\n" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("pair/weights-*-of-*.safetensors"))) > 1
     check_same(pair, tmp_path / "pair")
 
 
@@ -160,7 +162,7 @@ def test_weights_are_stored_once_and_programs_are_shared(exported):
     pair, directory = exported
     parameters = sum(t.numel() for m in (pair._generation.target, pair._generation.draft) for t in _weights(m))
     tables = 4 * MAX_LENGTH * 16  # cos and sin of both models
-    assert (directory / runtime.WEIGHTS).stat().st_size <= 4 * (parameters + tables) + 10_000
+    assert (directory / "weights.safetensors").stat().st_size <= 4 * (parameters + tables) + 10_000
     assert len(list(directory.glob("*.pt2"))) == 5  # front, join and back of 2 × 2 rows, logits of 2 × 1 and 2 × 2
 
 
@@ -219,15 +221,17 @@ def test_a_request_takes_the_smallest_bucket_that_holds_it(exported):
     assert ran == [1, 3, 3, 4]
 
 
-def test_defaults_and_the_tokenizer_come_along(as_traced, tokenizer, tmp_path):
+def test_defaults_and_the_tokenizer_come_along(as_traced, tokenizer, tmp_path, monkeypatch):
     target, draft = tiny_pair(num_hidden_layers=1)
-    target.config._name_or_path = str(tokenizer)
+    monkeypatch.chdir(tmp_path)
+    target.config._name_or_path = tokenizer.name  # relative, which is of no use elsewhere
     pair = compile_tiny(target, draft, gamma=1, prefill_chunk=64)
     input_ids, mask = random_prompts([24, 24])
     first, second = pair.generate(input_ids, max_new_tokens=16).sequences[:, 24:].tolist()
     ends = [min({*range(96)} - {*first, *second}), next(token for token in first if token not in second)]
     target.generation_config.eos_token_id, target.generation_config.pad_token_id = ends, 5
     pair.export(tmp_path / "pair", backend="aot-inductor", batch=2, max_length=64)
+    monkeypatch.chdir("/")
     found = load_exported(tmp_path / "pair").generate(input_ids, mask, max_new_tokens=16)
     assert found.stats.finish_reasons == ["stop", "length"]
     assert torch.equal(found.sequences, pair.generate(input_ids, mask, max_new_tokens=16).sequences)
@@ -284,7 +288,8 @@ def edit_manifest(directory, platform=None, **changes):
         ("architecture", "sm_90", "architecture sm_90, not"),
         ("torch", "2.0.0", r"torch 2\.0\.0, not"),
         ("dustin_compile", "0.0.1", r"dustin_compile 0\.0\.1, not"),
-        ("cpu", "another", "cpu another, not"),
+        ("cpu", "avx2048", "a CPU that knows avx2048: export it again here"),
+        ("tensorrt", "10.14", r"tensorrt 10\.14, which is not here"),
     ],
 )
 def test_other_hardware_and_versions_are_refused(copy, key, value, message):
@@ -293,13 +298,33 @@ def test_other_hardware_and_versions_are_refused(copy, key, value, message):
         load_exported(copy)
 
 
-@pytest.mark.parametrize("line", ["model name\t: AMD EPYC\nflags\t\t: fpu {}\n", "Features\t: fp {}\n"])
-def test_a_processors_features_tell_it(monkeypatch, line):
-    found = set()
-    for feature in ("avx2", "avx512f"):
-        monkeypatch.setattr(runtime.Path, "read_text", lambda path, feature=feature: line.format(feature) * 2)
-        found.add(runtime._describe_cpu())
-    assert len(found) == 2
+@pytest.mark.parametrize("line", ["model name\t: AMD EPYC\nflags\t\t: {}\n", "Features\t: {}\n"])
+def test_a_cpu_with_more_instructions_will_do(monkeypatch, tmp_path, line):
+    def platform(words):
+        monkeypatch.setattr(runtime.Path, "read_text", lambda path: line.format(words) * 2)
+        return {"cpu": runtime._list_instructions()}
+
+    made = platform("fma avx2 ibpb rep_good")
+    runtime.check_platform(tmp_path, made, platform("avx512f avx2 fma tsc"))  # other words are the kernel's
+    with pytest.raises(ExportError, match="for a CPU that knows avx2, fma: export"):
+        runtime.check_platform(tmp_path, made, platform("ibpb rep_good"))
+
+
+def test_every_file_that_runs_is_in_the_manifest(copy):
+    program = next(copy.glob("*.pt2"))
+    files = json.loads((copy / runtime.MANIFEST).read_text())["files"]
+    program.write_bytes(b"no package")
+    edit_manifest(copy, files={**files, **runtime.hash_files(copy, [program.name])})
+    with pytest.raises(ExportError, match=f"{program.name}: torch cannot load this package"):
+        load_exported(copy)
+    edit_manifest(copy, files={name: files[name] for name in files if name != program.name})
+    with pytest.raises(ExportError, match="need other files than it lists"):
+        load_exported(copy)
+    text = (copy / runtime.MANIFEST).read_text().replace(program.name, f"../{program.name}")
+    (copy / runtime.MANIFEST).write_text(text)
+    edit_manifest(copy, files={f"../{name}" if name == program.name else name: files[name] for name in files})
+    with pytest.raises(ExportError, match="need other files than it lists"):
+        load_exported(copy)
 
 
 @pytest.mark.parametrize(
@@ -393,6 +418,24 @@ def test_bad_arguments_are_refused_before_any_work(exported, tmp_path, changes, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_missing_compiler_and_a_broken_tensorrt_are_named(exported, tmp_path, monkeypatch):
+    from torch._inductor import cpp_builder, exc
+
+    def fail(*args):
+        raise exc.InvalidCxxCompiler()
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", fail)
+    with pytest.raises(ValueError, match="backend='aot-inductor' needs a C\\+\\+ compiler to export: No working C"):
+        exported[0].export(tmp_path / "out", backend="aot-inductor", batch=1, max_length=64)
+
+    def fail(name):
+        raise OSError("libnvinfer.so.10: cannot open shared object file")
+
+    monkeypatch.setattr(export.importlib, "import_module", fail)
+    with pytest.raises(ImportError, match=r"cannot be imported: libnvinfer\.so\.10.*dustin-compile\[tensorrt\]"):
+        export._import_torch_tensorrt()
+
+
 def test_tensorrt_on_a_cpu_says_what_to_install(exported, tmp_path):
     with pytest.raises(ValueError, match=r"dustin-compile\[tensorrt\].*torch-tensorrt-rtx"):
         exported[0].export_tensorrt(tmp_path / "out", batch=1, max_length=64)
@@ -412,7 +455,12 @@ def test_a_new_or_empty_directory_is_filled(exported, tmp_path, monkeypatch, pla
     monkeypatch.chdir(directory if place == "working" else tmp_path)
     given = {"new": directory, "empty": directory, "working": ".", "link": "link"}[place]
     options = {"backend": "aot-inductor", "batch": range(1, 4), "max_length": 64}
-    monkeypatch.setattr(export.Writer, "write_model", lambda *args: {})
+
+    def write_little(writer, *args):
+        writer.tensors["weight"] = torch.ones(1)
+        return {"programs": {}}
+
+    monkeypatch.setattr(export.Writer, "write_model", write_little)
 
     def fail(programs, progress):
         raise BuildError("no compiler")
@@ -424,28 +472,35 @@ def test_a_new_or_empty_directory_is_filled(exported, tmp_path, monkeypatch, pla
     monkeypatch.setitem(export.BUILDERS, "aot-inductor", lambda programs, progress: None)
     assert exported[0].export(given, **options) == directory
     files = {path.name for path in directory.iterdir()}
-    assert files == {runtime.MANIFEST, runtime.PROFILE, runtime.WEIGHTS}
+    assert files == {runtime.MANIFEST, runtime.PROFILE, "weights.safetensors"}
     assert runtime.read_manifest(directory)["batches"] == [1, 2, 3]
     assert directory.stat().st_mode & 0o055 == 0o055 and not list(tmp_path.glob(".*"))
 
 
 def test_a_full_directory_is_left_alone(exported):
+    before = {path: path.stat().st_mtime_ns for path in exported[1].iterdir()}
     with pytest.raises(FileExistsError, match="not an empty directory"):
         exported[0].export(exported[1], backend="aot-inductor", batch=1, max_length=64)
+    assert {path: path.stat().st_mtime_ns for path in exported[1].iterdir()} == before
 
 
-def test_alternating_requests_leave_memory_flat(exported):
-    """Trap 31: 32 and 64 passes a model and prompt, in turn; the GPU test makes CALLS calls."""
-    loaded = load_exported(exported[1])
-    prompts = [torch.ones(2, width, dtype=torch.int64) for width in (9, 70)]
+def test_alternating_requests_leave_memory_flat(as_traced, tmp_path):
+    """Trap 31: both buckets in turn, and short and long prompts; the GPU test makes CALLS calls."""
+    pair = compile_tiny(*tiny_pair(num_hidden_layers=1), gamma=1, prefill_chunk=64)
+    pair.export(tmp_path / "pair", backend="aot-inductor", batch=(1, 2), max_length=MAX_LENGTH)
+    loaded = load_exported(tmp_path / "pair")
+    prompts = [torch.ones(rows, width, dtype=torch.int64) for rows in (2, 1) for width in (9, 200)]
+    expected = [pair.generate(prompt, max_new_tokens=2).sequences for prompt in prompts]
 
     def run(count):
         for i in range(count):
-            loaded.generate(prompts[i % 2], max_new_tokens=2)
+            found = loaded.generate(prompts[i % 4], max_new_tokens=2)
+            assert torch.equal(found.sequences, expected[i % 4])
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    before = run(10)
+    before, buffers = run(8), loaded._generation.buffers
     assert run(50) - before <= 2**17  # less than a page a call
+    assert loaded._generation.buffers is buffers and (buffers.batch, buffers.capacity) == (2, 1024)
 
 
 @pytest.fixture(params=["aot-inductor", "tensorrt"])
@@ -502,7 +557,8 @@ def test_half_precision_logits_are_as_exact_as_the_pairs(export_tiny, backend, f
 def test_many_alternating_requests_leave_gpu_memory_flat(export_tiny, backend):
     _, directory = export_tiny("llama", "cuda", compile=True, backend=backend, batch=(1, 2))
     loaded = load_exported(directory)
-    calls = [(torch.ones(2, width, dtype=torch.int64, device="cuda"), limit) for width, limit in ((200, 2), (9, 5))]
+    shapes = ((2, 200, 2), (1, 9, 5), (2, 9, 5), (1, 200, 2))
+    calls = [(torch.ones(rows, width, dtype=torch.int64, device="cuda"), limit) for rows, width, limit in shapes]
 
     def used():
         torch.cuda.empty_cache()
@@ -510,9 +566,7 @@ def test_many_alternating_requests_leave_gpu_memory_flat(export_tiny, backend):
         return torch.cuda.memory_allocated(), -free
 
     for i in range(CALLS):
-        if i % 50 == 0:  # the other bucket
-            loaded.generate(calls[0][0][:1], max_new_tokens=3)
-        loaded.generate(calls[i % 2][0], max_new_tokens=calls[i % 2][1])
+        loaded.generate(calls[i % 4][0], max_new_tokens=calls[i % 4][1])
         if i == 99:
             before = used()
     after = used()
@@ -568,6 +622,7 @@ def test_the_export_command(tokenizer, tmp_path, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dustin_compile.cli.load_pair", None)  # too late
         patch.setitem(sys.modules, "torch_tensorrt", None)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
         for changes, message in (
             (["--backend", "tensorrt"], "the pair is on cpu; backend='tensorrt' needs an NVIDIA GPU and TensorRT"),
             (["--backend", "tensorrt", "--device", "cuda"], "Error: backend='tensorrt' needs an NVIDIA GPU"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -303,6 +304,27 @@ def test_buffers_grow_and_are_used_again(llamas):
         )
 
 
+def test_fewer_rows_run_in_the_first_of_the_larger_buffers(llamas):
+    pair, other = (compile_tiny(*llamas) for _ in range(2))
+    pair.generate(random_prompts([9, 300, 20, 4])[0], max_new_tokens=9)
+    buffers = pair._generation.buffers
+    for lengths in [200], [5, 2], [70, 1, 1, 260], [120]:
+        input_ids, mask = random_prompts(lengths)
+        found, expected = (each.generate(input_ids, mask, max_new_tokens=9) for each in (pair, other))
+        assert torch.equal(found.sequences, expected.sequences)
+        assert pair._generation.buffers is buffers
+        assert pair._generation.state.target_cache.key.data_ptr() == buffers.target_cache.key.data_ptr()
+
+
+def test_threads_take_turns(llamas):
+    pair = compile_tiny(*llamas)
+    calls = [random_prompts(lengths) for lengths in ([40], [7, 90], [3], [60, 5])] * 3
+    expected = [pair.generate(*call, max_new_tokens=12).sequences for call in calls]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda call: pair.generate(*call, max_new_tokens=12).sequences, calls))
+    assert all(map(torch.equal, found, expected))
+
+
 # Statistics
 
 
@@ -352,6 +374,7 @@ BAD_CALLS = {
     "mask is a list": (lambda: {"attention_mask": [[1] * 9] * 2}, "attention_mask.*list"),
     "empty row": (lambda: {"attention_mask": torch.tensor([[1] * 9, [0] * 9])}, "attention_mask row 1"),
     "mask with a hole": (lambda: {"attention_mask": torch.tensor([[1, 0] * 4 + [1], [1] * 9])}, "attention_mask row 0"),
+    "mask of 1.5": (lambda: {"attention_mask": torch.full((2, 9), 1.5)}, "attention_mask row 0"),
     "mask of twos": (lambda: {"attention_mask": torch.full((2, 9), 2)}, "attention_mask row 0"),
     "no new tokens": (lambda: {"max_new_tokens": 0}, "max_new_tokens=0"),
     "half a token": (lambda: {"max_new_tokens": 2.5}, r"max_new_tokens=2\.5"),
@@ -370,7 +393,7 @@ BAD_CALLS = {
     "greedy top_p": (lambda: {"top_p": 0.5}, r"top_p=0\.5.*temperature"),
     "fractional EOS": (lambda: {"eos_token_id": 1.5}, r"eos_token_id.*1\.5"),
     "word EOS": (lambda: {"eos_token_id": ["stop"]}, "eos_token_id.*stop"),
-    "17 EOS tokens": (lambda: {"eos_token_id": list(range(17))}, "eos_token_id has 17"),
+    "17 EOS tokens": (lambda: {"eos_token_id": list(range(17))}, "eos_token_id.* has 17"),
     "word padding": (lambda: {"pad_token_id": "pad"}, "pad_token_id='pad'"),
     "too few seeds": (lambda: {"seed": [1]}, "seed has 1 .* 2 rows"),
     "fractional seed": (lambda: {"seed": 1.5}, r"seed=1\.5"),

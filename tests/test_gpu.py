@@ -63,9 +63,13 @@ def test_rows_that_end_in_waves(pairs):  # trap 18
     check_equal(*pairs, [40, 3, 60], max_new_tokens=20, eos_token_id=[int(text[0, 2]), int(text[1, 9])])
 
 
-def test_larger_caches_and_other_batches_are_captured_anew(pairs):
+def test_larger_caches_are_captured_anew_and_other_batches_once(pairs):
     for lengths in [1100, 7, 20, 3], [40, 70, 3, 9], [30], [5, 2]:
         check_equal(*pairs, lengths, max_new_tokens=12)
+    before = dict(pairs[0]._generation.replays)
+    for lengths in [50], [7, 1, 2, 3], [900, 2]:
+        check_equal(*pairs, lengths, max_new_tokens=12)
+    assert pairs[0]._generation.replays == before and {rows for rows, *_ in before} == {1, 2, 4}
 
 
 def test_captured_refresh_equals_eager():
