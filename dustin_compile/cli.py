@@ -509,7 +509,7 @@ def _check_models(target: str | None, draft: str | None, layer_skip: bool) -> No
 
 
 def _check_output(option: str, path: Path | None, folder: bool = False) -> None:
-    """Refuse a file, or a folder of files, that could not be written; None is not asked for."""
+    """Refuse a file, or a folder of files, that something is in the way of; None is not asked for."""
     if path is None:
         return
     if not folder and path.is_dir():
@@ -577,8 +577,6 @@ def _leaving_on_signals() -> Iterator[None]:
         numbers = [n for n in signal.Signals if n.name in names and signal.getsignal(n) is signal.SIG_DFL]
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)  # a second one would break off the removal
         raise SystemExit(128 + number)
 
     try:

@@ -19,6 +19,7 @@ SUPPORTED_MODELS = {
 }
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 WEIGHTED = {**dict.fromkeys(LINEARS, nn.Linear), "embed_tokens": nn.Embedding}  # of which only the weights count
+REPLACED = {*WEIGHTED, "self_attn", "mlp"}  # and layers: modules whose forward does not run in a pair
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -44,17 +45,6 @@ TEXT_SETTINGS = {
     "token_healing": False,
     "guidance_scale": 1,
     "watermarking_config": None,
-    "do_sample": False,
-}
-SAMPLING_SETTINGS = {
-    "temperature": 1,
-    "top_k": 0,
-    "top_p": 1,
-    "min_p": 0,
-    "top_h": None,
-    "typical_p": 1,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
 }
 
 
@@ -74,7 +64,9 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         TypeError: not a transformers model.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"{role} must be a transformers model, not {type(model).__name__}")
+        raise TypeError(
+            f"{role} must be a transformers model, or for compile_pair the name of one, not {type(model).__name__}"
+        )
 
     def refuse(reason: str) -> None:
         raise IncompatibleModelError(f"{role} {model.config.name_or_path or type(model).__name__!r}: {reason}")
@@ -85,19 +77,23 @@ def check_model(model: PreTrainedModel, role: str) -> None:
     causal_lm = getattr(transformers, SUPPORTED_MODELS[config.model_type])
     if not isinstance(model, causal_lm):
         refuse(f"{type(model).__name__} is not a causal LM ({causal_lm.__name__})")
-    for module in (model, model.model, *model.model.layers):  # in whose place the adapter's code runs
+    layers = model.model.layers
+    for module in (model, model.model, *layers, *(layer.mlp for layer in layers)):  # which the adapter runs itself
         kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
         if not kind.__module__.startswith("transformers."):
             refuse(f"{kind.__qualname__}.forward is not transformers' own, and would not run")
     if getattr(model, "is_quantized", False):
         refuse("quantized weights are not supported")
     for path, module in model.named_modules():
-        found, expected = type(module), WEIGHTED.get(path.rpartition(".")[2])
+        name = path.rpartition(".")[2]
+        found, expected = type(module), WEIGHTED.get(name)
         if expected is not None and found is not expected:
             refuse(
                 f"{path} is a {found.__module__}.{found.__qualname__}, not a torch.nn.{expected.__name__}: merge "
-                "adapters first (merge_and_unload)"
+                "adapters (merge_and_unload) and parametrizations first"
             )
+        if "forward" in vars(module) and (name in REPLACED or name.isdigit()):  # a number is a layer's
+            refuse(f"{path}.forward was replaced, and would not run")
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in SUPPORTED_ROPE:
         refuse(f"rope_type={rope_type!r} is not supported; supported are {', '.join(SUPPORTED_ROPE)}")
@@ -152,16 +148,16 @@ def warn_of_hooks(model: PreTrainedModel, role: str) -> None:
                 return
 
 
-def warn_of_settings(defaults: GenerationConfig) -> None:
-    """Warn of settings of the target's generation_config that change what transformers generates, but not a pair."""
-    settings = TEXT_SETTINGS | (SAMPLING_SETTINGS if defaults.do_sample else {})
-    found = {name: getattr(defaults, name, None) for name in settings}
-    active = [f"{name}={value!r}" for name, value in found.items() if value not in (None, settings[name])]
+def warn_of_settings(defaults: GenerationConfig | None) -> None:
+    """Warn of settings of the target's generation_config that change what transformers generates, but not a pair.
+
+    Those of the sampling do not count: they are arguments of `generate`.
+    """
+    found = {name: getattr(defaults, name, None) for name in TEXT_SETTINGS}
+    active = [f"{name}={value!r}" for name, value in found.items() if value not in (None, [], TEXT_SETTINGS[name])]
     if active:
         warnings.warn(
-            f"the target's generation_config has {', '.join(active)}, which `generate` does not apply: it decodes "
-            "greedily unless told otherwise",
-            stacklevel=3,
+            f"the target's generation_config has {', '.join(active)}, which `generate` does not apply", stacklevel=3
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,21 +84,15 @@ def compare(
     compiled = compile_pair(
         *models, config=config, profile=profile, tokenizer=tokenizer, assistant_tokenizer=pair.assistant_tokenizer
     )
-    if input_ids.shape[1] + max_new_tokens > compiled.max_length:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} with a prompt of {input_ids.shape[1]} tokens exceeds the "
-            f"{compiled.max_length} positions that target and draft both have"
-        )
+    compiled.check_length(input_ids.shape[1], max_new_tokens)
+    with warnings.catch_warnings(action="ignore"):  # which the first has said
+        dense_config = dataclasses.replace(config, verify="dense", draft_attention="dense")
+        compiled_dense = compile_pair(*models, config=dense_config, profile=compiled.profile, tokenizer=tokenizer)
     input_ids = input_ids.to(pair.target.device)
     stage("target only")
     target_only = _run_target_only(pair.target, input_ids, max_new_tokens)
     stage("dense speculation")
-    dense_config = dataclasses.replace(config, verify="dense", draft_attention="dense")
-    dense = _run_speculative(
-        compile_pair(*models, config=dense_config, profile=compiled.profile, tokenizer=tokenizer),
-        input_ids,
-        max_new_tokens,
-    )
+    dense = _run_speculative(compiled_dense, input_ids, max_new_tokens)
     stage("Dustin")
     sparse = _run_speculative(compiled, input_ids, max_new_tokens)
     return Comparison(target_only, dense, sparse)

@@ -14,8 +14,8 @@ import hashlib
 import importlib
 import json
 import operator
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, pairwise
@@ -126,7 +126,8 @@ def export_pair(
     made_on = describe_platform(backend, target.device)
     directory.parent.mkdir(parents=True, exist_ok=True)
     folder = directory if directory.exists() else directory.parent
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=folder))
+    unfinished = folder / f".{directory.name}.{secrets.token_hex(4)}"
+    unfinished.mkdir()
     try:
         writer = Writer(unfinished, SUFFIXES[backend], batches, progress)
         steps, chunks = _step_sizes(pair.config), _chunk_sizes(pair.config, max_length)
@@ -221,8 +222,10 @@ def _name_tokenizer(name: str) -> str | None:
 
 
 def _move(unfinished: Path, directory: Path) -> None:
-    """Move the files of a folder to the directory, the manifest last."""
-    directory.mkdir(exist_ok=True)
+    """Rename a folder to the directory or, where that exists, move its files into that, the manifest last."""
+    if not directory.exists():
+        unfinished.rename(directory)
+        return
     for path in sorted(unfinished.iterdir(), key=lambda path: path.name == MANIFEST):
         path.rename(directory / path.name)
     unfinished.rmdir()

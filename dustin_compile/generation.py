@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, TypeGuard
+from typing import Literal, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -252,7 +252,8 @@ class Pair(ABC):
             input_ids: [B, width] int64, prompts padded on the left or on the right.
             attention_mask: [B, width], 1 where a prompt has a token; None: everywhere.
             max_new_tokens: tokens to add to each row at most.
-            temperature: 0 takes the likeliest token; otherwise tokens are sampled.
+            temperature: 0 takes the likeliest token; otherwise tokens are sampled. Of the sampling, the target's
+                generation_config has no say.
             top_k: sample among the k likeliest tokens only; None: among all.
             top_p: sample among the likeliest tokens that make up this probability; None: among all.
             eos_token_id: tokens that end a row; None: the target's generation_config says; []: none.
@@ -264,6 +265,7 @@ class Pair(ABC):
             GenerationOutput with `sequences` [B, width + new tokens] and `stats`.
 
         Raises:
+            RuntimeError: the models' weights were moved, cast or replaced since the pair was made.
             ValueError, TypeError: an argument is out of range; the message names it. The pair stays usable.
         """
         request = Request.check(
@@ -279,6 +281,9 @@ class Pair(ABC):
             vocab_size=self.vocab_size,
         )
         return self._generation.run(request, self._choose_batch(request))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a pair can be neither copied nor pickled: make another of the models, or export it")
 
     @abstractmethod
     def _choose_batch(self, request: Request) -> int:
@@ -308,7 +313,6 @@ class Generation:
         self.rows, self.length = rows, length
         self.step = Step(target, draft, config)
         self.buffers: State | None = None
-        self.states: dict[int, State] = {}
         self.state: State | None = None
         self.replays: dict[tuple[int, Decoding, bool], Callable[[], None]] = {}
         self.lock = threading.Lock()
@@ -352,13 +356,10 @@ class Generation:
         needed = max(prompt_end, length + block, config.refresh_every * block)
         if self.buffers is None or self.buffers.batch < batch or self.buffers.capacity < needed:
             self.buffers = self.state = None  # let go of the old ones first
-            self.states.clear()
             self.replays.clear()
             capacity = -(-needed // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
             self.buffers = new_state(self.target, self.draft, config, max(batch, self.rows), capacity)
-        if batch not in self.states:
-            self.states[batch] = self.buffers.first_rows(batch)
-        self.state = self.states[batch]
+        self.state = self.buffers.first_rows(batch)
         return self.state
 
     def _ready_step(self, state: State, decoding: Decoding, refresh: bool) -> Callable[[], None]:

@@ -30,7 +30,11 @@ class KVCache:
 
     def __init__(self, key: Tensor, value: Tensor):
         self.key, self.value = key, value
-        self.layers: list[tuple[Tensor, Tensor]] = list(zip(key.unbind(), value.unbind(), strict=True))
+        # As tensors of their own: dynamo would hold a view to what it is a view of, and compile anew for each batch.
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (layer_key.data, layer_value.data)
+            for layer_key, layer_value in zip(key.unbind(), value.unbind(), strict=True)
+        ]
         for view in (view for pair in self.layers for view in pair):
             # A larger cache must not compile anything anew: only our own ops see this dimension.
             torch._dynamo.mark_dynamic(view, 1)

@@ -54,13 +54,21 @@ class CompiledPair(Pair):
 
     def _choose_batch(self, request: Request) -> int:
         """As many as it has, or where a step compiles the next power of two, so that few batch sizes do."""
-        rows, longest = len(request.lengths), max(request.lengths)
-        if longest + request.max_new_tokens > self.max_length:
+        rows = len(request.lengths)
+        self.check_length(max(request.lengths), request.max_new_tokens)
+        return 1 << (rows - 1).bit_length() if self.config.compile else rows
+
+    def check_length(self, prompt: int, max_new_tokens: int) -> None:
+        """Refuse a prompt of so many tokens with what is to be added, where the models have too few positions.
+
+        Raises:
+            ValueError: they have.
+        """
+        if prompt + max_new_tokens > self.max_length:
             raise ValueError(
-                f"max_new_tokens={request.max_new_tokens} with a prompt of {longest} tokens exceeds the "
+                f"max_new_tokens={max_new_tokens} with a prompt of {prompt} tokens exceeds the "
                 f"{self.max_length} positions that target and draft both have"
             )
-        return 1 << (rows - 1).bit_length() if self.config.compile else rows
 
     def export(
         self,
@@ -87,7 +95,8 @@ class CompiledPair(Pair):
         Raises:
             FileExistsError: the directory is not empty.
             ImportError: torch_tensorrt or TensorRT is not here; the message says what to install.
-            RuntimeError: a program could not be compiled; the message has what the compiler said.
+            RuntimeError: a program could not be compiled, and the message has what the compiler said; or the models'
+                weights were moved, cast or replaced since the pair was made.
             ValueError: an argument is out of range, or TensorRT is asked for without a GPU.
         """
         progress = print if verbose else lambda message: None
@@ -147,7 +156,7 @@ def compile_pair(
     target, draft, tokenizer = resolve_pair(target, draft, tokenizer, assistant_tokenizer)
     warn_of_hooks(target, "target")
     warn_of_hooks(draft, "draft")
-    warn_of_settings(target.generation_config or GenerationConfig())
+    warn_of_settings(target.generation_config)
     vocab_size = shared_vocab_size(target, draft, tokenizer)
     if profile is None:
         profile = find_profile(target, draft, config)

@@ -428,8 +428,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     stored = manifest.pop("checksum", None)
     if stored != checksum(manifest):
         raise ExportError(f"{path} was altered: its checksum does not match")
-    files = {PROFILE, *manifest["weights"], *_program_files(manifest["models"])}
-    if files != manifest["files"].keys() or any(Path(name).name != name for name in files):
+    try:
+        files = {PROFILE, *manifest["weights"], *_program_files(manifest["models"])}
+        complete = files == manifest["files"].keys()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ExportError(f"{path} is damaged: {error!r}") from None
+    if not complete or any(Path(name).name != name for name in files):
         raise ExportError(f"{path}: its models need other files than it lists")
     return manifest
 

@@ -127,3 +127,7 @@ def test_more_batch_sizes_than_dynamo_keeps_variants(monkeypatch):
     pair = compile_tiny(*tiny_pair(num_hidden_layers=1), gamma=GAMMA, compile=True)
     for batch in (1, 2, 4):
         assert pair.generate(*random_prompts([20] * batch), max_new_tokens=6).sequences.shape == (batch, 26)
+    before = graphs()
+    for batch in (1, 4, 2):  # in the first rows of the buffers of four
+        pair.generate(*random_prompts([30] * batch), max_new_tokens=6)
+    assert graphs() == before

@@ -320,6 +320,9 @@ def test_every_file_that_runs_is_in_the_manifest(copy):
     edit_manifest(copy, files={name: files[name] for name in files if name != program.name})
     with pytest.raises(ExportError, match="need other files than it lists"):
         load_exported(copy)
+    edit_manifest(copy, files=None)
+    with pytest.raises(ExportError, match="is damaged"):
+        load_exported(copy)
     text = (copy / runtime.MANIFEST).read_text().replace(program.name, f"../{program.name}")
     (copy / runtime.MANIFEST).write_text(text)
     edit_manifest(copy, files={f"../{name}" if name == program.name else name: files[name] for name in files})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -323,6 +325,12 @@ def test_threads_take_turns(llamas):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda call: pair.generate(*call, max_new_tokens=12).sequences, calls))
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(survivor, duplicate):
+    with pytest.raises(TypeError, match="a pair can be neither copied nor pickled"):
+        duplicate(survivor[0])
 
 
 # Statistics
