@@ -282,9 +282,6 @@ class Pair(ABC):
         )
         return self._generation.run(request, self._choose_batch(request))
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a pair can be neither copied nor pickled: make another of the models, or export it")
-
     @abstractmethod
     def _choose_batch(self, request: Request) -> int:
         """Rows to run a request with.
@@ -316,6 +313,9 @@ class Generation:
         self.state: State | None = None
         self.replays: dict[tuple[int, Decoding, bool], Callable[[], None]] = {}
         self.lock = threading.Lock()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a pair can be neither copied nor pickled: make another of the models, or export it")
 
     @torch.inference_mode(False)  # the buffers outlive the call, and may next be needed outside the mode
     @torch.no_grad()

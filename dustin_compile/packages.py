@@ -68,6 +68,9 @@ def build_packages(programs: Mapping[Path, ExportedProgram], progress: Callable[
     running: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # Inductor names what a package is made of by its content, and writes part of it in place: of two exports of one
+        # program at a time, one could pack an empty file (seen on an H200).
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
         for number, (package, program) in enumerate(programs.items()):
             program.example_inputs = None  # weights, which the file would hold
             torch.export.save(program, folder / f"{number}.pt2")

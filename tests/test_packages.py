@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,16 @@ def test_a_failed_compilation_ends_the_others_and_says_why(programs, tmp_path, m
     with pytest.raises(BuildError, match="exit status 3: no such register"):
         build_packages(programs, lambda message: None)  # which waits for them to end
     assert not survived.exists()
+
+
+def test_builds_share_no_files(programs, tmp_path, monkeypatch):
+    seen = tmp_path / "seen"
+    write_compiler(tmp_path, monkeypatch, f'echo "$TORCHINDUCTOR_CACHE_DIR" >> {seen}; shift 2; touch "$2" "$4"')
+    monkeypatch.setattr("dustin_compile.packages.os.sched_getaffinity", lambda process: {0})
+    for _ in range(2):
+        build_packages(programs, lambda message: None)
+    first, second = seen.read_text().split()
+    assert first != second and not Path(first).parent.exists()
 
 
 def test_progress_is_told(programs, tmp_path, monkeypatch):
