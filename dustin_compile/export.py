@@ -152,6 +152,7 @@ def export_pair(
             "version": VERSION,
             "backend": backend,
             "platform": made_on,
+            "dtype": str(target.dtype).removeprefix("torch."),
             "batches": batches,
             "max_length": max_length,
             "vocab_size": pair.vocab_size,

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,6 +170,13 @@ def test_weights_are_stored_once_and_programs_are_shared(exported):
 def _weights(model):
     tensors = [t for layer in model.layers for t in export._tensors(layer).values()]
     return [*tensors, *model.norm.parameters(), *model.lm_head.buffers(), model.embed_tokens.weight]
+
+
+def test_packages_take_the_threads_of_where_they_run(exported):
+    for path in exported[1].glob("*.pt2"):
+        with zipfile.ZipFile(path) as package:
+            code = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".cpp"))
+        assert "#pragma omp parallel" in code and "num_threads(" not in code
 
 
 def test_programs_hold_no_cache(exported):
@@ -476,7 +484,8 @@ def test_a_new_or_empty_directory_is_filled(exported, tmp_path, monkeypatch, pla
     assert exported[0].export(given, **options) == directory
     files = {path.name for path in directory.iterdir()}
     assert files == {runtime.MANIFEST, runtime.PROFILE, "weights.safetensors"}
-    assert runtime.read_manifest(directory)["batches"] == [1, 2, 3]
+    manifest = runtime.read_manifest(directory)
+    assert (manifest["batches"], manifest["max_length"], manifest["dtype"]) == ([1, 2, 3], 64, "float32")
     assert directory.stat().st_mode & 0o055 == 0o055 and not list(tmp_path.glob(".*"))
 
 
