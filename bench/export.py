@@ -9,7 +9,6 @@ and the others go on.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -30,7 +29,7 @@ from dustin_compile.benchmark.pairs import SHAPES, SMOLLM2, compile_models, make
 from dustin_compile.benchmark.results import RESULTS, append_rows, make_row
 from dustin_compile.benchmark.timing import median_us, now
 from dustin_compile.export import BUILDERS, Backend, export_pair
-from dustin_compile.runtime import MANIFEST, TENSORRT_PACKAGES, ExportedPair
+from dustin_compile.runtime import TENSORRT_PACKAGES, ExportedPair, read_manifest
 
 OUTPUT = RESULTS / "export.jsonl"
 CUDA = torch.device("cuda")
@@ -80,7 +79,7 @@ def record(name: str, value: float, unit: str, conditions: str, **fields) -> Non
 
 def engines_of(directory: Path) -> str:
     """For the conditions of a row: the TensorRT that built what is in a directory, or nothing."""
-    platform = json.loads((directory / MANIFEST).read_text())["platform"]
+    platform = read_manifest(directory)["platform"]
     return "".join(f", {name} {platform[name]}" for name in TENSORRT_PACKAGES if name in platform)
 
 

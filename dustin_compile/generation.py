@@ -359,7 +359,8 @@ class Generation:
             self.replays.clear()
             capacity = -(-needed // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
             self.buffers = new_state(self.target, self.draft, config, max(batch, self.rows), capacity)
-        self.state = self.buffers.first_rows(batch)
+        if self.state is None or self.state.batch != batch:
+            self.state = self.buffers.first_rows(batch)
         return self.state
 
     def _ready_step(self, state: State, decoding: Decoding, refresh: bool) -> Callable[[], None]:

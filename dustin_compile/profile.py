@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Profile:
             heads = tuple(map(tuple, heads))
             if not heads:
                 raise ValueError(f"{name} is empty; scoring needs at least one (layer, head)")
-            if repeated := [head for head in heads if heads.count(head) > 1]:
+            if repeated := find_repeated(heads):
                 raise ValueError(f"{name} has {repeated[0]} more than once")
             object.__setattr__(self, name, heads)
         require("draft_share", _is_int(self.draft_share) and self.draft_share >= 0, "an integer of at least 0")
@@ -263,6 +264,11 @@ def _parse(content: dict[str, Any]) -> dict[str, Any]:
         if isinstance(content[role], dict) and content[role].keys() == FINGERPRINT.keys():
             fields[role] = Fingerprint(**content[role])
     return fields
+
+
+def find_repeated(values: Sequence[Any]) -> list[Any]:
+    """Those of the values that are there more than once."""
+    return [value for value in values if values.count(value) > 1]
 
 
 def _is_int(value: object) -> bool:

@@ -47,6 +47,9 @@ class State:
     target_cache: KVCache
     draft_cache: KVCache
 
+    def __post_init__(self) -> None:
+        torch._dynamo.mark_dynamic(self.tokens, 1)  # as in the caches, so that a larger capacity compiles nothing anew
+
     @property
     def batch(self) -> int:
         return self.tokens.shape[0]
@@ -63,10 +66,8 @@ class State:
     def first_rows(self, count: int) -> State:
         """The state of the first rows, in the same memory."""
         chosen, sampling = self.verification_set, self.sampling
-        tokens = self.tokens[:count]
-        torch._dynamo.mark_dynamic(tokens, 1)
         return State(
-            tokens=tokens,
+            tokens=self.tokens[:count],
             seq_lens=self.seq_lens[:count],
             limits=self.limits[:count],
             finished=self.finished[:count],
@@ -89,10 +90,8 @@ def new_state(target: CachedModel, draft: CachedModel, config: DustinConfig, bat
     def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
-    tokens = full(batch, capacity, dtype=torch.int64)
-    torch._dynamo.mark_dynamic(tokens, 1)  # as in the caches, so that a larger capacity compiles nothing anew
     return State(
-        tokens=tokens,
+        tokens=full(batch, capacity, dtype=torch.int64),
         seq_lens=full(batch, value=1),
         limits=full(batch),
         finished=full(batch, value=True, dtype=torch.bool),

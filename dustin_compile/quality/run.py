@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dustin_compile.benchmark.results import Row, make_row
 from dustin_compile.compatibility import max_length, shared_vocab_size
 from dustin_compile.config import DustinConfig
-from dustin_compile.profile import SETTINGS, Head, Profile, checksum, default_profile, find_profile
+from dustin_compile.profile import SETTINGS, Head, Profile, checksum, default_profile, find_profile, find_repeated
 from dustin_compile.profiling.fingerprint import fingerprint
 from dustin_compile.profiling.haystack import DEPTHS, read_book
 from dustin_compile.profiling.search import scoring_cost
@@ -111,7 +111,7 @@ class QualityRun:
         if strangers := [name for name, found in self.profiles.items() if found and name not in self.drafts]:
             raise ValueError(f"profiles: {strangers[0]!r} is none of the drafts {', '.join(self.drafts)}")
         for name in ("contexts", "budgets", "parts"):
-            if twice := _repeated(getattr(self, name)):
+            if twice := find_repeated(getattr(self, name)):
                 raise ValueError(f"{name}: {twice[0]} is there more than once")
         self.positions = min(max_length(self.target, draft) for draft in self.drafts.values())
         for context in self.contexts:
@@ -140,7 +140,7 @@ class QualityRun:
         config = DustinConfig(budget=budget, gamma=self.gamma)
         models = self.target, self.drafts[draft]
         if profiles := self.profiles.get(draft):
-            if twice := _repeated([profile.budget for profile in profiles]):
+            if twice := find_repeated([profile.budget for profile in profiles]):
                 raise ValueError(f"profiles: {draft} has more than one of budget {twice[0]}")
             profile = min(profiles, key=lambda found: (found.budget is None, abs((found.budget or 0) - budget)))
         elif found := find_profile(*models, config):
@@ -528,10 +528,6 @@ class QualityRun:
             f"{self.chosen[draft, budget][1]}: target layers {target}, draft layers {ahead}, {setting.draft_share} of "
             f"{setting.free} free positions to the draft at budget {budget}"
         )
-
-
-def _repeated(values: Sequence[Any]) -> list[Any]:
-    return [value for value in values if values.count(value) > 1]
 
 
 def _frame(config: DustinConfig) -> dict[str, Any]:
